@@ -40,7 +40,7 @@ WRITTEN = 0.75
 READ = 0.9
 """The share of the bandwidth of a product of few rows that reads a widened matrix."""
 
-FUSED = 0.75
+FUSED = 0.68
 """The share of the bandwidth of a product that casts what it reads."""
 
 NARROW = 0.68

@@ -84,7 +84,7 @@ def supports(spec: Spec) -> Verdict:
     if n % ragged_dot.WIDE:
         text = f"n is {n}, not a multiple of {ragged_dot.WIDE}"
         found.append(no("alignment", text))
-    if in_float32(_steps(spec), spec.dtype("x")) is None:
+    if in_float32(_steps(spec), spec.dtype("x"), spec.dtype("w")) is None:
         text = f"it does not compute the steps {spec.param('widen')!r}"
         found.append(no("widen", text))
     for name in ("w_scale", "w_zero"):
@@ -202,7 +202,7 @@ def forward(
         lhs = lhs.transpose(1, 0, 2).reshape(parts * rows, k // parts)
     if widen is None:
         widen = usual_steps(w_scale, w_zero, x.dtype)
-    how = in_float32(widen, x.dtype.name)
+    how = in_float32(widen, x.dtype.name, w.dtype.name)
     assert how is not None
     arrays = {"scale": w_scale, "zero": w_zero}
     within = [all_columns(arrays[name], own, n) for name, own in how.dtypes]

@@ -24,6 +24,7 @@ from rewriter.kernels.quantized_dot.few_rows.config import (
     default,
     fits,
     sizes,
+    transposed,
 )
 from rewriter.kernels.quantized_dot.rounding import ROUND, SIXTEEN, in_float32
 from rewriter.kernels.shared.hopper import by_estimate, importable
@@ -52,8 +53,6 @@ def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: few 16-bit rows, whole tiles."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
-    if (mode := spec.param("mode")) != "forward":
-        return no("mode", f"no kernel for the mode {mode}")
     found, (m, k, n) = [importable("jax.experimental.pallas.mosaic_gpu")], sizes(spec)
     stored, dtype = spec.dtype("w"), spec.dtype("x")
     if dtype not in SIXTEEN:
@@ -62,11 +61,12 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("dtype", f"w is {stored}, not {', '.join(TAKEN)}"))
     if not 0 < m <= MOST:
         found.append(no("rows", f"{m} rows, not 1 to {MOST}"))
-    if k % CHUNK or not k:
-        found.append(no("alignment", f"k is {k}, not a multiple of {CHUNK}"))
+    deep = 128 if transposed(spec) and "int4" in stored else CHUNK
+    if k % deep or not k:
+        found.append(no("alignment", f"k is {k}, not a multiple of {deep}"))
     if n % WIDE or not n:
         found.append(no("alignment", f"n is {n}, not a multiple of {WIDE}"))
-    if in_float32(_steps(spec), dtype) is None:
+    if in_float32(_steps(spec), dtype, stored) is None:
         text = f"it does not compute the steps {spec.param('widen')!r}"
         found.append(no("widen", text))
     for name in ("w_scale", "w_zero"):
@@ -113,12 +113,12 @@ def forward(
     from rewriter.kernels.quantized_dot.few_rows.kernel import Use, rows_times_matrix
     from rewriter.kernels.quantized_dot.few_rows.registers import Steps
 
-    del precision, mode
+    del precision
     rows, k = math.prod(x.shape[:-1]), x.shape[-1]
-    n = w.shape[1]
+    n = w.shape[0 if mode == "transposed" else 1]
     if widen is None:
         widen = usual_steps(w_scale, w_zero, x.dtype)
-    how = in_float32(widen, x.dtype.name)
+    how = in_float32(widen, x.dtype.name, w.dtype.name)
     assert how is not None
     arrays = {"scale": w_scale, "zero": w_zero}
     names = [name for name, _ in how.dtypes]
@@ -134,8 +134,9 @@ def forward(
         rows_behind.append(jnp.broadcast_to(row, (n,)))
     dtypes = tuple(dtype for _, dtype in how.dtypes)
     use = Use(
-        Steps(steps, dtypes, x.dtype.name), finished, w.dtype.name, out_dtype, config
-    )
+        Steps(steps, dtypes, x.dtype.name), finished, w.dtype.name, out_dtype, config,
+        mode == "transposed",
+    )  # fmt: skip
     out = rows_times_matrix(NAME, x.reshape(rows, k), w, joined, rows_behind, use)
     if after is None:
         row = None if w_scale is None else w_scale[0]

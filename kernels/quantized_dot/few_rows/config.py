@@ -61,25 +61,34 @@ class Tiles:
         """The parts of a step that tensor cores take at once."""
         return self.depth // CHUNK
 
-    def width(self, stored: str) -> int:
-        """Columns of a tile of the matrix: a row of 128 bytes, or of 64."""
+    def width(self, stored: str, transposed: bool = False) -> int:
+        """Columns of a tile of the matrix: a row of 128 bytes, or of 64.
+
+        A transposed matrix is copied whole columns at a time.
+        """
+        if transposed:
+            return self.columns
         return 256 if "int4" in stored and self.columns % 256 == 0 else 128
 
-    def copies(self, stored: str, arrays: int) -> int:
+    def copies(self, width: int, arrays: int) -> int:
         """The number of copies of a step, if `arrays` are joined to the matrix."""
-        return self.block_n // self.width(stored) + self.chunks + arrays
+        return self.block_n // width + self.chunks + arrays
 
     def shared_memory(self, spec: Spec) -> int:
         """Bytes of shared memory of a use."""
         rows = padded(math.prod(spec.shape("x")[:-1]))
-        bits = 4 if "int4" in spec.dtype("w") else 8
-        step = self.depth * (self.block_n * bits // 8 + 2 * rows)
+        step = self.depth * (self.block_n * bits_of(spec) // 8 + 2 * rows)
         for name in ("w_scale", "w_zero"):
             if spec.has(name):
                 group = spec.shape("x")[-1] // spec.shape(name)[0]
                 step += 4 * max(1, self.depth // group) * self.block_n
         sums = 4 * self.turns * rows * self.block_n
         return self.stages * step + sums + BARRIERS
+
+
+def bits_of(spec: Spec) -> int:
+    """Returns the bits of a number of the matrix."""
+    return 4 if "int4" in spec.dtype("w") else 8
 
 
 def padded(rows: int) -> int:
@@ -90,7 +99,12 @@ def padded(rows: int) -> int:
 def sizes(spec: Spec) -> tuple[int, int, int]:
     """Returns the rows, the summed axis and the columns."""
     *rows, k = spec.shape("x")
-    return math.prod(rows), k, spec.shape("w")[1]
+    return math.prod(rows), k, spec.shape("w")[0 if transposed(spec) else 1]
+
+
+def transposed(spec: Spec) -> bool:
+    """Returns whether the matrix is [n, k]."""
+    return spec.param("mode") == "transposed"
 
 
 def default(spec: Spec, device: Device) -> Tiles:
@@ -102,7 +116,8 @@ def default(spec: Spec, device: Device) -> Tiles:
     """
     m, k, n = sizes(spec)
     count = int(processors(device) * BUSY)
-    few = "int4" in spec.dtype("w") and padded(m) <= 32
+    four = "int4" in spec.dtype("w")
+    few = four and padded(m) <= 32
     depth = 128 if k % 128 == 0 and _whole_groups(spec, 128) else 64
     base = Tiles(depth=depth, stages=8 if few else 4)
     if n % 256 == 0 and (few or n // 128 > count):
@@ -164,11 +179,9 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     if config.block_n not in (128, 256) or config.columns % 128 or n % config.block_n:
         text = f"{config.across} times a multiple of 128, and divide {n}"
         found.append(no("block_n", f"{config.block_n} is not 128 or 256, {text}"))
-    if (
-        config.depth % CHUNK
-        or k % config.depth
-        or not _whole_groups(spec, config.depth)
-    ):
+    whole = config.depth % CHUNK == 0 == k % config.depth
+    whole &= not transposed(spec) or config.depth * bits_of(spec) in (512, 1024)
+    if not (whole and _whole_groups(spec, config.depth)):
         found.append(no("depth", f"{config.depth} rows a step do not divide {k}"))
     if config.stages % config.turns:
         text = f"{config.stages} stages for {config.turns} warpgroups in turns"

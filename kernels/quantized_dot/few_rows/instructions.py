@@ -8,6 +8,10 @@ columns of a word: it reads a word once, and stores neighbouring sums together::
                                   rows of the matrix  8 i + 2 t + 0 and 1
     the j-th 64 rows of tensor cores:  columns 2 j and 2 j + 1 of these
 
+A transposed matrix has two rows of a column in a word, and columns are in order::
+
+    warp w (of 4), lane 4 q + t:  columns  64 j + 16 w + q + 0 and 8
+
 In shared memory of the matrix, pieces of 16 bytes are exchanged. In rows of 128 bytes,
 piece p of row r lies at p xor (r mod 8); in rows of 64 bytes at p xor (r / 2 mod 4). So
 a warp's words lie in different banks.
@@ -15,7 +19,7 @@ a warp's words lie in different banks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,8 +72,7 @@ def multiply(
     """
     layout = pallas_gpu.ACCUMULATOR
     kinds = [layout] * len(sums)
-    bits = pallas_gpu.bits(right.dtype)
-    swizzle = use.config.width(use.stored) * bits // 8
+    swizzle = right.shape[-1] * pallas_gpu.bits(right.dtype) // 8
     of_right = plgpu.RefType(pallas_gpu.transforms(right.dtype, swizzle=swizzle))
     of_left = [plgpu.RefType(pallas_gpu.transforms(x.dtype)) for x in left]
     plain = [plgpu.RefType() for _ in joined]
@@ -82,50 +85,65 @@ def multiply(
     )
     def run(context: Any, sums: Any, right: Any, left: Any, joined: Any) -> Any:
         del context
-        return _Step(use, right, joined, groups).added(sums, left)
+        step = _Transposed if use.transposed else _Step
+        return step(use, right, joined, groups).added(sums, left)
 
     return run(list(sums), right, list(left), list(joined))
 
 
 class _Step:
-    """The instructions of one step, for one thread."""
+    """The instructions of one step, for one thread; the matrix is [k, n]."""
 
     def __init__(self, use: Use, right: Any, joined: Any, groups: Sequence[int]):
         self.use = use
-        self.wide = use.config.width(use.stored)
-        self.columns = self.wide // 32
+        config = use.config
         bits = 4 if "int4" in use.stored else 8
-        self.row = self.wide * bits // 8
-        thread = _Thread()
-        self.first = thread.column(self.columns)
-        base = address(right)
-        self.rows = [
-            emit("add.u32 $0, $1, $2;", [base, thread.swizzled(odd, self.row)])
-            for odd in (0, 1)
-        ]
+        self.right = address(right)
+        self.thread = _Thread()
         self.joined, self.groups = joined, groups
         self.known: dict[tuple[int, int, int], list[Any]] = {}
+        self.wide = config.width(use.stored, use.transposed)
+        self.count = config.columns // 64
+        self.bits, self.tiles = bits, config.columns // self.wide
+        self.begin()
+
+    def begin(self) -> None:
+        """Finds the thread's places."""
+        self.row = self.wide * self.bits // 8
+        self.columns = self.wide // 32
+        self.first = self.thread.column(self.columns)
+        self.rows = [
+            emit("add.u32 $0, $1, $2;", [
+                self.right, self.thread.swizzled(odd, self.row)
+            ])
+            for odd in (0, 1)
+        ]  # fmt: skip
 
     def word(self, tile: int, row: int, odd: int) -> Any:
         """The numbers of a thread's columns in one of its rows."""
         offset = (tile * self.use.config.depth + row) * self.row
         return load(self.rows[odd], offset, self.row // 32)
 
-    def values(self, array: int, row: int, tile: int) -> list[Any]:
-        """The values of an array for a thread's columns, by `registers.factors`."""
-        key = array, row // self.groups[array], tile
+    def values(self, array: int, row: int, column: int, count: int) -> list[Any]:
+        """The values of an array for some columns, by `registers.factors`.
+
+        Args:
+            array: Its index.
+            row: The row of the step.
+            column: The first column behind the thread's first one.
+            count: The number of columns.
+        """
+        key = array, row // self.groups[array], column
         if key not in self.known:
-            memory = self.joined[array]
             dtype = self.use.steps.dtypes[array]
             size = jnp.dtype(dtype).itemsize
-            start = (key[1] * self.use.config.block_n + tile * self.wide) * size
+            start = (key[1] * self.use.config.block_n + column) * size
             first = emit("mad.lo.u32 $0, $1, $2, $3;", [
-                self.first, constant(size), address(memory)
+                self.first, constant(size), address(self.joined[array])
             ])  # fmt: skip
-            loaded = lambda i: load(first, start + 4 * i)
-            self.known[key] = registers.factors(
-                self.use.steps, dtype, loaded, self.columns
-            )
+            each = 4 if count > 1 else size
+            loaded = lambda i: load(first, start + 4 * i, each)
+            self.known[key] = registers.factors(self.use.steps, dtype, loaded, count)
         return self.known[key]
 
     def added(self, sums: Sequence[Any], left: Sequence[Any]) -> list[Any]:
@@ -147,39 +165,75 @@ class _Step:
 
     def operands(self, chunk: int) -> list[Any]:
         """The matrix's numbers of `CHUNK` rows, for each 64 rows of tensor cores."""
-        tiles = self.use.config.columns // self.wide
-        each = self.columns // 2
-        made = [np.empty((CHUNK // 8, 2), object) for _ in range(tiles * each)]
-        for row in range(0, CHUNK, 8):
-            for tile in range(tiles):
-                place = chunk * CHUNK + row
-                words = [self.word(tile, place, odd) for odd in (0, 1)]
-                for at in range(self.columns):
-                    made[tile * each + at // 2][row // 8, at % 2] = self.pair(
-                        words, tile, place, at
-                    )
+        made = [np.empty((CHUNK // 8, 2), object) for _ in range(self.count)]
+        for part in range(CHUNK // 8):
+            row = chunk * CHUNK + 8 * part
+            for i, half, pair, column, count in self.pairs(row):
+                joined = [
+                    self.values(a, row, column - column % count, count)[column % count]
+                    for a in range(len(self.joined))
+                ]
+                made[i][part, half] = registers.widened(pair, self.use.steps, joined)
         return [self.fragment(x) for x in made]
 
-    def pair(self, words: list[Any], tile: int, row: int, at: int) -> Any:
-        """Two widened numbers of a column."""
-        steps = self.use.steps
-        joined = [self.values(i, row, tile)[at] for i in range(len(self.joined))]
-        pair = registers.numbers(self.use.stored, steps.dtype, *words, at)
-        return registers.widened(pair, steps, joined)
+    def pairs(self, row: int) -> Iterator[tuple[int, int, Any, int, int]]:
+        """Yields the pairs of numbers of 8 rows.
+
+        Each comes with the index of its 64 rows of tensor cores, whether it is for the
+        second of the thread's two rows there, its column behind the thread's first one,
+        and how many columns are read together.
+        """
+        each = self.columns // 2
+        dtype = self.use.steps.dtype
+        for tile in range(self.tiles):
+            words = [self.word(tile, row, odd) for odd in (0, 1)]
+            for at in range(self.columns):
+                pair = registers.numbers(self.use.stored, dtype, *words, at)
+                column = tile * self.wide + at
+                yield tile * each + at // 2, at % 2, pair, column, self.columns
 
     def fragment(self, made: Any) -> Any:
         """Registers as an operand [64, CHUNK] of tensor cores."""
         dtype = mgpu.utils.dtype_to_ir_type(jnp.dtype(self.use.steps.dtype))
         kind = ir.VectorType.get((2,), dtype)
         shape = fragments.WGMMA_LAYOUT.registers_shape((64, CHUNK))
-        cast = lambda x: mgpu.utils.bitcast(x, kind)
-        flat = np.array([None] * made.size, object)
+        flat = np.empty(made.size, object)
         for i, x in enumerate(made.flat):
-            flat[i] = cast(x)
+            flat[i] = mgpu.utils.bitcast(x, kind)
         return mgpu.FragmentedArray(
             _registers=flat.reshape(shape), _layout=fragments.WGMMA_LAYOUT,
             _is_signed=None,
         )  # fmt: skip
+
+
+class _Transposed(_Step):
+    """The same for a matrix [n, k]: a thread reads two numbers of a column at once."""
+
+    def begin(self) -> None:
+        """Finds the thread's places."""
+        self.row = self.use.config.depth * self.bits // 8
+        self.first = self.thread.own_column()
+        self.pieces: dict[int, Any] = {}
+
+    def word(self, column: int, row: int) -> Any:
+        """The numbers of a column in two of the thread's rows."""
+        byte = row * self.bits // 8
+        piece, within = divmod(byte, 16)
+        if piece not in self.pieces:
+            place = self.thread.piece(self.first, piece, self.row, self.bits)
+            self.pieces[piece] = emit("add.u32 $0, $1, $2;", [self.right, place])
+        offset = column * self.row + within
+        return load(self.pieces[piece], offset, self.bits // 4)
+
+    def pairs(self, row: int) -> Iterator[tuple[int, int, Any, int, int]]:
+        """Yields the pairs of numbers of 8 rows."""
+        dtype = self.use.steps.dtype
+        for i in range(self.count):
+            for half in (0, 1):
+                column = 64 * i + 8 * half
+                word = self.word(column, row)
+                pair = registers.neighbours(self.use.stored, dtype, word)
+                yield i, half, pair, column, 1
 
 
 class _Thread:
@@ -218,6 +272,28 @@ class _Thread:
         )
         return emit(text, [self.warp, self.column_of_lane, self.row_of_lane])
 
+    def own_column(self) -> Any:
+        """The first of its columns, if tensor cores' rows are the columns in order."""
+        return emit("mad.lo.u32 $0, $1, 16, $2;", [self.warp, self.column_of_lane])
+
+    def piece(self, column: Any, piece: int, size: int, bits: int) -> Any:
+        """The byte of its first rows in a piece of 16 bytes of a column.
+
+        Args:
+            column: The column, whose rows lie together.
+            piece: The index of the piece.
+            size: Bytes of a column: 128 or 64.
+            bits: Those of a number.
+        """
+        key = "and.b32 x, $1, 7;" if size == 128 else (
+            "shr.u32 x, $1, 1; and.b32 x, x, 3;"
+        )  # fmt: skip
+        text = (
+            f"{{ .reg .b32 x, y; {key} xor.b32 x, x, {piece}; shl.b32 x, x, 4;\n"
+            f"mad.lo.u32 x, $1, {size}, x; mad.lo.u32 $0, $2, {bits // 4}, x; }}"
+        )
+        return emit(text, [column, self.row_of_lane])
+
 
 def address(memory: Any) -> Any:
     """Returns the address of shared memory."""
@@ -225,11 +301,9 @@ def address(memory: Any) -> Any:
 
 
 def load(base: Any, offset: int, size: int = 4) -> Any:
-    """Returns 4 bytes of shared memory, or 2."""
-    if size == 4:
-        return emit(f"ld.shared.b32 $0, [$1+{offset}];", [base], effects=True)
-    text = f"{{ .reg .u16 x; ld.shared.u16 x, [$1+{offset}]; cvt.u32.u16 $0, x; }}"
-    return emit(text, [base], effects=True)
+    """Returns 4 bytes of shared memory, or 2, or 1."""
+    kind = {4: "b32", 2: "u16", 1: "u8"}[size]
+    return emit(f"ld.shared.{kind} $0, [$1+{offset}];", [base], effects=True)
 
 
 # ------------------------------------------------------------------------ the results
@@ -248,26 +322,26 @@ def store_sums(sums: Sequence[Any], partial: Any, use: Use) -> None:
         del context
         thread = _Thread()
         wide = use.config.width(use.stored)
-        columns = wide // 32
-        first = thread.column(columns)
+        each = 1 if use.transposed else wide // 32
+        first = thread.own_column() if use.transposed else thread.column(each)
         row = emit("shl.b32 $0, $1, 1;", [thread.row_of_lane])
         size = 4 * use.config.block_n
         text = "{ .reg .b32 x; mad.lo.u32 x, $1, 4, $3; " + (
             f"mad.lo.u32 $0, $2, {size}, x; }}"
         )
         base = emit(text, [first, row, address(partial)])
-        each = columns // 2
-        count = sums[0].shape[1] // 8
-        for tile in range(len(sums) // each):
-            for j in range(count):
-                for e in (0, 1):
-                    values = [
-                        _entry(sums[tile * each + at // 2], 2 * j + at % 2, e)
-                        for at in range(columns)
-                    ]
-                    offset = (8 * j + e) * size + tile * wide * 4
-                    for i in range(0, columns, 4):
-                        _store(base, offset + 4 * i, values[i : i + 4])
+        for j in range(sums[0].shape[1] // 8):
+            for e in (0, 1):
+                offset = (8 * j + e) * size
+                entries = [_entry(x, 2 * j + half, e) for x in sums for half in (0, 1)]
+                if use.transposed:
+                    for i, entry in enumerate(entries):
+                        _store(base, offset + 32 * i, [entry])
+                    continue
+                for i in range(0, len(entries), 4):
+                    tile, at = divmod(i, each)
+                    place = offset + 4 * (tile * wide + at)
+                    _store(base, place, entries[i : i + 4])
 
     run(list(sums), partial)
 
@@ -280,10 +354,11 @@ def _entry(array: Any, register: int, entry: int) -> Any:
 
 def _store(base: Any, offset: int, values: Sequence[Any]) -> None:
     void = ir.Type.parse("!llvm.void")
-    text = f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"
-    llvm.inline_asm(
-        void, [base, *values], text, "r,f,f,f,f,~{memory}", has_side_effects=True
-    )
+    text = f"st.shared.f32 [$0+{offset}], $1;"
+    if len(values) == 4:
+        text = f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"
+    letters = "r" + ",f" * len(values) + ",~{memory}"
+    llvm.inline_asm(void, [base, *values], text, letters, has_side_effects=True)
 
 
 def add_up(

@@ -48,6 +48,7 @@ class Use:
         stored: The dtype of the numbers.
         dtype: The result's dtype.
         config: The tiles.
+        transposed: Whether the matrix is [n, k].
     """
 
     steps: Steps
@@ -55,6 +56,12 @@ class Use:
     stored: str
     dtype: str
     config: Tiles
+    transposed: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile of the matrix."""
+        return self.config.width(self.stored, self.transposed)
 
 
 def rows_times_matrix(
@@ -70,7 +77,7 @@ def rows_times_matrix(
     Args:
         name: The name of the kernel in profiles.
         lhs: [m, k], bfloat16 or float16, m at most 64.
-        matrix: [k, n], as `Use.stored`.
+        matrix: [k, n], as `Use.stored`; [n, k] if transposed.
         joined: Arrays [z, n] of `Use.steps`, a row for each z-th part of k.
         behind: Arrays float32 [n] of `Use.behind`.
         use: How.
@@ -78,9 +85,11 @@ def rows_times_matrix(
     Returns:
         [m, n], of `Use.dtype`.
     """
-    (m, k), n, config = lhs.shape, matrix.shape[1], use.config
-    rows, parts, wide = padded(m), config.chunks, config.width(use.stored)
-    copies = config.copies(use.stored, len(joined))
+    (m, k), config, wide = lhs.shape, use.config, use.width
+    n = matrix.shape[0 if use.transposed else 1]
+    rows, parts = padded(m), config.chunks
+    tile = (wide, config.depth) if use.transposed else (config.depth, wide)
+    copies = config.copies(wide, len(joined))
     depths = [_rows(config.depth, k // x.shape[0]) for x in joined]
     scratch = {
         "left": pallas_gpu.tiles_and_rows(
@@ -89,8 +98,7 @@ def rows_times_matrix(
             lhs.dtype,
         ),
         "right": pallas_gpu.tiles(
-            (config.stages, config.block_n // wide, config.depth, wide),
-            matrix.dtype,
+            (config.stages, config.block_n // wide, *tile), matrix.dtype
         ),
         "joined": [
             plgpu.SMEM((config.stages, depth, config.block_n), x.dtype)
@@ -178,7 +186,7 @@ class _Block:
         """Fills shared memory as it becomes free."""
         config, x = self.use.config, self.shared
         _, left = x["left"]
-        wide = config.width(self.use.stored)
+        wide = self.use.width
         first, end = self.steps
 
         def one(i: Any, _: Any) -> None:
@@ -188,10 +196,11 @@ class _Block:
             row = pl.multiple_of((first + i) * config.depth, config.depth)
             for tile in range(config.block_n // wide):
                 across = pl.ds(pl.multiple_of(self.column + tile * wide, wide), wide)
+                down = pl.ds(row, config.depth)
+                place = (across, down) if self.use.transposed else (down, across)
                 plgpu.copy_gmem_to_smem(
-                    self.matrix.at[pl.ds(row, config.depth), across],
-                    x["right"].at[slot, tile], ready,
-                )  # fmt: skip
+                    self.matrix.at[*place], x["right"].at[slot, tile], ready
+                )
             for part in range(config.chunks):
                 along = pl.ds(pl.multiple_of(row + part * CHUNK, CHUNK), CHUNK)
                 rows = x["left"][0].shape[1]
@@ -217,7 +226,7 @@ class _Block:
         left, _ = x["left"]
         turn = lax.div(warpgroup, jnp.int32(config.across))
         part = lax.rem(warpgroup, jnp.int32(config.across))
-        wide, tiles = config.columns, config.columns // config.width(self.use.stored)
+        wide, tiles = config.columns, config.columns // self.use.width
         columns = pl.ds(pl.multiple_of(part * wide, wide), wide)
         own = pl.ds(part * tiles, tiles)
         for slot in range(config.stages):

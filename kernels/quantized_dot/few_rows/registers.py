@@ -71,7 +71,23 @@ def constant(value: int) -> Any:
 
 
 # ------------------------------------------------------------------- numbers to floats
-def numbers(stored: str, dtype: str, low: Any, high: Any, at: int) -> Any:
+def neighbours(stored: str, dtype: str, word: Any) -> Any:
+    """Returns the first two numbers of a word, as two floats in a register.
+
+    Args:
+        stored: The dtype of the numbers.
+        dtype: That of the floats: bfloat16 or float16.
+        word: The word.
+    """
+    if stored in ("int4", "uint4"):
+        joined = emit("{ .reg .b32 x; shl.b32 x, $1, 12; or.b32 $0, x, $1; }", [word])
+        return _of_nibbles(stored == "int4", dtype, joined)
+    return numbers(stored, dtype, word, word, 0, 1)
+
+
+def numbers(
+    stored: str, dtype: str, low: Any, high: Any, at: int, above: int | None = None
+) -> Any:
     """Returns the numbers of a column in two rows, as two floats in a register.
 
     Args:
@@ -80,16 +96,18 @@ def numbers(stored: str, dtype: str, low: Any, high: Any, at: int) -> Any:
         low: The word of the first row.
         high: That of the second row.
         at: The column among those of the word.
+        above: That of the second word, if it is another one.
     """
-    if stored.startswith("float8"):
-        return _of_floats(stored, dtype, low, high, at)
     if stored in ("int4", "uint4"):
         return _of_four_bits(stored == "int4", dtype, low, high, at)
-    return _of_eight_bits(stored == "int8", dtype, low, high, at)
+    above = 4 + (at if above is None else above)
+    if stored.startswith("float8"):
+        return _of_floats(stored, dtype, low, high, f"0x00{above}{at}")
+    joined = emit(f"prmt.b32 $0, $1, $2, 0x{above}{above}{at}{at};", [low, high])
+    return _of_eight_bits(stored == "int8", dtype, joined)
 
 
-def _of_eight_bits(signed: bool, dtype: str, low: Any, high: Any, at: int) -> Any:
-    joined = emit(f"prmt.b32 $0, $1, $2, 0x{4 + at}{4 + at}{at}{at};", [low, high])
+def _of_eight_bits(signed: bool, dtype: str, joined: Any) -> Any:
     if dtype == "float16":
         base = "0x64806480" if signed else "0x64006400"
         whole = _masked(joined, "0x00ff00ff", base, ANDED_XOR)
@@ -108,6 +126,10 @@ def _of_four_bits(signed: bool, dtype: str, low: Any, high: Any, at: int) -> Any
     joined = emit(f"prmt.b32 $0, $1, $2, {order};", [low, high])
     if at % 2:
         joined = emit("shr.u32 $0, $1, 4;", [joined])
+    return _of_nibbles(signed, dtype, joined)
+
+
+def _of_nibbles(signed: bool, dtype: str, joined: Any) -> Any:
     base = 0x43004300 if dtype == "bfloat16" else 0x64006400
     base |= 0x00080008 if signed else 0
     whole = _masked(joined, "0x000f000f", hex(base), ANDED_XOR)
@@ -115,11 +137,11 @@ def _of_four_bits(signed: bool, dtype: str, low: Any, high: Any, at: int) -> Any
     return emit(f"sub.rn.{kind}x2 $0, $1, $2;", [whole, constant(base)])
 
 
-def _of_floats(stored: str, dtype: str, low: Any, high: Any, at: int) -> Any:
+def _of_floats(stored: str, dtype: str, low: Any, high: Any, order: str) -> Any:
     kind = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[stored]
     text = (
         "{ .reg .b32 joined; .reg .b16 both, none;\n"
-        f"prmt.b32 joined, $1, $2, 0x00{4 + at}{at};\n"
+        f"prmt.b32 joined, $1, $2, {order};\n"
         "mov.b32 {both, none}, joined;\n"
         f"cvt.rn.f16x2.{kind}x2 $0, both; }}"
     )
@@ -236,6 +258,11 @@ def factors(
     """
     if dtype == "float32":
         return [emit("mov.b32 $0, $1;", [loaded(i)], f32()) for i in range(count)]
+    if count == 1:
+        word = loaded(0)
+        if steps.narrow:
+            return [emit("prmt.b32 $0, $1, $1, 0x1010;", [word])]
+        return [floats(dtype, word)[0]]
     words = [loaded(i) for i in range(count // 2)]
     if steps.narrow:
         orders = ("0x1010", "0x3232")

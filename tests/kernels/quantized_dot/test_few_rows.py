@@ -20,6 +20,7 @@ from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
 from tests import slow
 from tests.kernels.quantized_dot.test_hopper import (
+    MODES,
     NARROW,
     ONCE,
     SHIFTED,
@@ -33,6 +34,8 @@ from tests.kernels.ragged.test_hopper_dot import on_hopper
 from tests.support.kernels import simulator
 
 HERE = device.named("h100")
+WHOLE = "int32 -8.0 float32 *scale bfloat16"
+"""Steps through integers, to which floats of 8 bits are rounded."""
 
 
 def spec(widen: str | None = ONCE, mode: str = "forward", **given: Any) -> Any:
@@ -45,6 +48,7 @@ def spec(widen: str | None = ONCE, mode: str = "forward", **given: Any) -> Any:
 def test_supports() -> None:
     for stored in few_rows.TAKEN:
         assert few_rows.supports(spec(stored=stored)).ok
+        assert few_rows.supports(spec(stored=stored, mode="transposed")).ok
     for groups in (1, 2, 4, 8, 16):
         assert few_rows.supports(spec(groups=groups)).ok
     for given, why in (
@@ -52,9 +56,10 @@ def test_supports() -> None:
         (spec(k=100), "k is 100"),
         (spec(n=192), "n is 192"),
         (spec(groups=64), "groups of 4 numbers"),
-        (spec(mode="transposed"), "no kernel for the mode"),
+        (spec(k=192, mode="transposed", stored="int4"), "k is 192"),
         (spec("float32 *scale"), "does not compute the steps"),
         (spec("bfloat16 /scale"), "does not compute the steps"),
+        (spec(WHOLE, stored="float8_e4m3fn"), "does not compute the steps"),
     ):
         verdict = few_rows.supports(given)
         assert why in "; ".join(r.text for r in verdict.reasons)
@@ -94,21 +99,24 @@ CONFIGS = [
 ]  # fmt: skip
 SIZES = [((3, 256, 256), 1), ((20, 512, 256), 16), ((64, 384, 512), 3)]
 USES = [
-    (case, config, widen)
+    (case, config, widen, mode)
     for case in SIZES
     for config in CONFIGS
     for widen in (ONCE, NARROW)
+    for mode in MODES
 ]
 
 
 @pytest.mark.parametrize(
-    ("case", "config", "widen"), slow.first(4, USES[::-4], several=True), ids=str
+    ("case", "config", "widen", "mode"),
+    slow.first(4, USES[::-7], several=True),
+    ids=str,
 )
-def test_simulated(case: Any, config: Tiles, widen: str) -> None:
+def test_simulated(case: Any, config: Tiles, widen: str, mode: str) -> None:
     """The kernel's turns: a Python thread per warpgroup, one block after the other."""
     (m, k, n), groups = case
-    given = make(m, k, n, groups)
-    params = {"widen": widen, "sums": "float32"}
+    given = make(m, k, n, groups, mode)
+    params = {"widen": widen, "mode": mode, "sums": "float32"}
     with simulator.simulated_few_rows():
         got = KERNEL.forward(**given, **params, config=config)
     close(got, wanted(given, **params))
@@ -160,6 +168,8 @@ class _Registers:
         self, text: str, given: Any, result: Any = None, effects: bool = False
     ) -> Any:
         del result, effects
+        if "; or.b32" in text:
+            return int(given[0]) << 12 | int(given[0])
         name, rest = re.match(r"(\S+)\s+\$0, (.*);", text.strip("{} \n")).groups()
         self.used.add(name)
         words = [
@@ -244,6 +254,26 @@ def test_every_number_is_widened_exactly(
 
 @pytest.mark.once
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stored", ["int8", "uint8", "int4", "uint4"])
+def test_neighbours_are_widened_exactly(
+    stored: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two numbers of a column of a transposed matrix."""
+    machine = _Registers()
+    monkeypatch.setattr(registers, "emit", machine.emit)
+    monkeypatch.setattr(registers, "constant", lambda x: x)
+    signed, bits = not stored.startswith("u"), int(stored[-1])
+    count = 1 << bits
+    for first in range(count):
+        other = first * 7 % count
+        word = registers.neighbours(stored, dtype, other << bits | first)
+        got = np.uint32(word).reshape(1).view(jnp.dtype(dtype)).astype(np.float32)
+        want = [x - count * (signed and x >= count // 2) for x in (first, other)]
+        assert got.tolist() == want
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["narrow", "wide"])
 def test_steps_round_as_the_program_does(
     kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -279,23 +309,26 @@ def test_steps_round_as_the_program_does(
 
 # -------------------------------------------------------------------- the lowering
 LOWERED = [
-    (Tiles(256, 64, 4, 1, 2, splits=2), "int4", NARROW, 8),
-    (Tiles(), "int8", "bfloat16 -zero *scale", 1),
-    (Tiles(stages=3, turns=3), "float8_e4m3fn", ONCE, 2),
-    (Tiles(256), "int4", "float32 *scale bfloat16", 2),
+    (Tiles(256, 64, 4, 1, 2, splits=2), "int4", NARROW, 8, "forward"),
+    (Tiles(), "int8", "bfloat16 -zero *scale", 1, "transposed"),
+    (Tiles(stages=3, turns=3), "float8_e4m3fn", ONCE, 2, "forward"),
+    (Tiles(256), "int4", "float32 *scale bfloat16", 2, "transposed"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("config", "stored", "widen", "groups"),
+    ("config", "stored", "widen", "groups", "mode"),
     slow.first(1, LOWERED, several=True),
     ids=str,
 )
-def test_lowers_on_a_cpu(config: Tiles, stored: str, widen: str, groups: int) -> None:
-    given = structs(m=16, k=256, n=256, groups=groups, stored=stored)
+def test_lowers_on_a_cpu(
+    config: Tiles, stored: str, widen: str, groups: int, mode: str
+) -> None:
+    given = structs(m=16, k=256, n=256, groups=groups, stored=stored, mode=mode)
     if "zero" in widen:
         given["w_zero"] = given["w_scale"]
-    call = jax.jit(lambda x: KERNEL.forward(**x, widen=widen, config=config))
+    how = {"widen": widen, "mode": mode, "config": config}
+    call = jax.jit(lambda x: KERNEL.forward(**x, **how))
     exported = jax.export.export(call, platforms=["cuda"])(given)
     assert exported.mlir_module().count("mosaic_gpu_v2") == 1
     assert [x.shape for x in exported.out_avals] == [(16, 256)]
@@ -307,15 +340,18 @@ def test_lowers_on_a_cpu(config: Tiles, stored: str, widen: str, groups: int) ->
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("stored", few_rows.TAKEN)
 @pytest.mark.parametrize("widen", [ONCE, NARROW, "bfloat16", *SHIFTED])
-def test_numbers(widen: str, stored: str, config: Tiles) -> None:
-    for m, groups in ((1, 1), (16, 4), (37, 8), (64, 32)):
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers(mode: str, widen: str, stored: str, config: Tiles) -> None:
+    for m, groups in ((1, 1), (16, 4), (37, 8), (64, 32))[mode == "transposed" :: 2]:
         given = stored_in(stored, m, 1024, 512, groups)
+        if mode == "transposed":
+            given["w"] = np.asarray(jnp.asarray(given["w"]).T)
         given = with_zeros(given) if "zero" in widen else given
         if "scale" not in widen:
             del given["w_scale"]
-        params = {"widen": widen, "mode": "forward", "sums": "float32"}
+        params = {"widen": widen, "mode": mode, "sums": "float32"}
         use = spec_of(OP, given, params)
-        if not few_rows.fits(config, use, HERE).ok:
+        if not (few_rows.supports(use).ok and few_rows.fits(config, use, HERE).ok):
             continue
         call = functools.partial(KERNEL.forward, **params, config=config)
         got = jax.jit(call)(**given)

@@ -271,10 +271,12 @@ def test_addends_are_rounded_as_in_the_program(
     if "zero" not in widen:
         del given["w_zero"]
     params = {"widen": widen, "mode": mode, "sums": "float32"}
+    if not hopper.supports(spec_of(OP, given, params)).ok:
+        assert widen.startswith("int32")
+        assert stored.startswith("float8")
+        return
     got = jax.jit(functools.partial(KERNEL.forward, **params))(**given)
-    close(
-        got, wanted(given, **params), 2e-3
-    )  # a multiplication may be fused with a sum
+    close(got, wanted(given, **params), 2e-3)  # XLA may fuse a product with a sum
 
 
 @pytest.mark.gpu

@@ -668,7 +668,9 @@ def _multiply_stored(
     joined: Sequence[Reference], groups: Sequence[int], use: Any,
 ) -> list[np.ndarray]:  # fmt: skip
     """Sums of 64 columns each, of the transposed product."""
-    numbers = np.concatenate(list(right.view()), 1).astype(np.float32)
+    tiles = right.view()
+    tiles = tiles.transpose(0, 2, 1) if use.transposed else tiles
+    numbers = np.concatenate(list(tiles), 1).astype(np.float32)
     places = [
         np.minimum(np.arange(len(numbers)) // group, x.shape[0] - 1)
         for x, group in zip(joined, groups, strict=True)
