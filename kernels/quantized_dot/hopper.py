@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot import xla
 from rewriter.kernels.quantized_dot.estimate import estimate, modelled
-from rewriter.kernels.quantized_dot.rounding import in_float32
+from rewriter.kernels.quantized_dot.rounding import ROUND, in_float32
 from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.shared.hopper import PROCESSORS, by_estimate
@@ -84,8 +84,12 @@ def supports(spec: Spec) -> Verdict:
     if n % ragged_dot.WIDE:
         text = f"n is {n}, not a multiple of {ragged_dot.WIDE}"
         found.append(no("alignment", text))
-    if in_float32(_steps(spec), spec.dtype("x"), spec.dtype("w")) is None:
+    how = in_float32(_steps(spec), spec.dtype("x"), spec.dtype("w"))
+    if how is None:
         text = f"it does not compute the steps {spec.param('widen')!r}"
+        found.append(no("widen", text))
+    elif _rounds_a_product_before_a_sum([sign for sign, _ in how.steps]):
+        text = "its compiler leaves out the rounding of a product before a sum"
         found.append(no("widen", text))
     for name in ("w_scale", "w_zero"):
         groups = spec.shape(name)[0] if spec.has(name) else 1
@@ -93,6 +97,12 @@ def supports(spec: Spec) -> Verdict:
             text = f"groups of {k // groups} numbers, not a multiple of {STEP}"
             found.append(no("groups", text))
     return all_of(*found)
+
+
+def _rounds_a_product_before_a_sum(signs: list[str]) -> bool:
+    """Whether a product is rounded, and then something is added to it."""
+    three = zip(signs, signs[1:], signs[2:], strict=False)
+    return any(a == "*" and b == ROUND and c in "+-" for a, b, c in three)
 
 
 def _steps(spec: Spec) -> str:

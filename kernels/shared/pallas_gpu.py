@@ -208,8 +208,7 @@ def widened(
         x = x.astype(jnp.float32)
     for sign, what in steps:
         if sign == "round":
-            # Without it the compiler leaves the rounding out before a sum.
-            x = lax.optimization_barrier(x.astype(what)).astype(jnp.float32)
+            x = x.astype(what).astype(jnp.float32)
         else:
             index = isinstance(what, int)
             other = _along(joined[what], x.shape, axis, layout) if index else what

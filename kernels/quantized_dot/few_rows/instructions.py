@@ -336,7 +336,7 @@ def store_sums(sums: Sequence[Any], partial: Any, use: Use) -> None:
                 entries = [_entry(x, 2 * j + half, e) for x in sums for half in (0, 1)]
                 if use.transposed:
                     for i, entry in enumerate(entries):
-                        _store(base, offset + 32 * i, [entry])
+                        _store(base, offset + 256 * (i // 2) + 32 * (i % 2), [entry])
                     continue
                 for i in range(0, len(entries), 4):
                     tile, at = divmod(i, each)
