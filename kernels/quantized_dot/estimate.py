@@ -41,7 +41,8 @@ READ = 0.9
 """The share of the bandwidth of a product of few rows that reads a widened matrix."""
 
 FUSED = 0.68
-"""The share of the bandwidth of a product that casts what it reads."""
+"""The share of the bandwidth of a product of one row that casts what it reads. With 256
+rows it takes twice as long."""
 
 NARROW = 0.68
 """The share of the bandwidth of the kernel for Hopper, where a number is a byte: it
@@ -106,7 +107,8 @@ def as_written(spec: Spec, device: Device) -> float:
     apart = before + max(products, seconds(device, 0.0, wide, memory=READ))
     if not fuses(spec):
         return apart
-    within = seconds(device, 0.0, stored_bytes(spec), memory=FUSED)
+    share = FUSED / (1 + rows_of(spec) / 256)
+    within = seconds(device, 0.0, stored_bytes(spec), memory=share)
     return min(apart, max(products, within))
 
 

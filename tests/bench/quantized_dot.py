@@ -195,7 +195,8 @@ def main() -> None:
     """Measures the cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default=";".join(map(str, ROWS)))
-    parser.add_argument("--sizes", default=";".join(f"{k}x{n}" for k, n in SIZES))
+    sizes = ";".join(f"{k}x{n}" for k, n in SIZES)
+    parser.add_argument("--sizes", default=sizes)
     parser.add_argument("--kinds", default=";".join(KINDS))
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--first", action="store_true", help="default configs alone")
