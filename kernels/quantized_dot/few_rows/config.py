@@ -110,9 +110,11 @@ def transposed(spec: Spec) -> bool:
 def default(spec: Spec, device: Device) -> Tiles:
     """Returns the default config: most processors have a block, and no more.
 
-    Measured on an H100 (k, n, rows; µs): two blocks of 128 columns and a warpgroup
-    each, or one of 256 for two warpgroups, which reads the rows half as often:
-    4096 14336 64: 25 and 26; 8192 28672 64: 96 and 83.
+    Two warpgroups that share 256 columns read the rows half as often as blocks of 128.
+    On an H100, blocks of 128 and of 256 took (rows, summed, columns; µs)::
+
+        64  4096 14336    25  26
+        64  8192 28672    96  83
     """
     m, k, n = sizes(spec)
     count = int(processors(device) * BUSY)

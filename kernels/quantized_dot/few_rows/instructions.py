@@ -4,13 +4,13 @@ Places of threads: tensor cores give a thread two rows, 8 apart, of each 64 x 8 
 a product. The matrix's columns are spread over these rows so that a thread has all the
 columns of a word: it reads a word once, and stores neighbouring sums together::
 
-    warp w (of 4), lane 4 q + t:  columns  c (8 w + q) + 0, 1, ... c - 1
-                                  rows of the matrix  8 i + 2 t + 0 and 1
-    the j-th 64 rows of tensor cores:  columns 2 j and 2 j + 1 of these
+    lane 4 q + t of warp w      columns  c (8 w + q) + 0, 1, ... c - 1.
+    Rows of the matrix          8 i + 2 t + 0 and 1.
+    64 rows of tensor cores     the j-th take columns 2 j and 2 j + 1 of these.
 
 A transposed matrix has two rows of a column in a word, and columns are in order::
 
-    warp w (of 4), lane 4 q + t:  columns  64 j + 16 w + q + 0 and 8
+    lane 4 q + t of warp w      columns  64 j + 16 w + q + 0 and 8.
 
 In shared memory of the matrix, pieces of 16 bytes are exchanged. In rows of 128 bytes,
 piece p of row r lies at p xor (r mod 8); in rows of 64 bytes at p xor (r / 2 mod 4). So
@@ -179,9 +179,9 @@ class _Step:
     def pairs(self, row: int) -> Iterator[tuple[int, int, Any, int, int]]:
         """Yields the pairs of numbers of 8 rows.
 
-        Each comes with the index of its 64 rows of tensor cores, whether it is for the
-        second of the thread's two rows there, its column behind the thread's first one,
-        and how many columns are read together.
+        Each comes with its place in an operand: the index of the 64 rows of tensor
+        cores, and 1 for the second of the thread's two rows there. Its column follows,
+        counted from the thread's first one, and how many columns are read together.
         """
         each = self.columns // 2
         dtype = self.use.steps.dtype
