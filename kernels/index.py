@@ -12,6 +12,7 @@ OPS = {
     "layer_norm": "norms",
     "rms_norm": "norms",
     "gated_linear_unit": "gated_linear_unit",
+    "quantized_gated_linear_unit": "gated_linear_unit",
     "ragged_dot": "ragged.dot",
     "quantized_ragged_dot": "ragged.dot",
     "ragged_gated_linear_unit": "ragged.gated_linear_unit",

@@ -46,6 +46,10 @@ PATTERNS = {
     "gated_linear_unit": Shipped(
         "gated_linear_unit.read", "Gated linear unit: act(x w_gate) * (x w_up)."
     ),
+    "quantized_gated_linear_unit": Shipped(
+        "gated_linear_unit.stored",
+        "Gated linear unit with matrices of 4 or 8 bits and scales.",
+    ),
     "ragged_dot": Shipped(
         "ragged.dot", "Ragged dot: each group of rows times its own matrix."
     ),

@@ -34,6 +34,7 @@ from rewriter.patterns.quantized.steps import (
     arguments,
     behind,
     few_bits,
+    moved_below,
     rounded_here,
     same_body,
     stored_above,
@@ -214,8 +215,9 @@ class _Product:
             for side in (left, right)
         ]
         rows, matrix = sides[1 - self.side], sides[self.side]
-        numbers, joined = arguments(ev, self.dot.ins[self.side], matrix, self.above)
-        numbers = self._below_layout(ev, numbers)
+        above = self.dot.ins[self.side]
+        numbers, joined = arguments(ev, above, matrix, self.above)
+        numbers = moved_below(self.find, ev, above, self.above, numbers)
         contracted = self.dot.params["dimension_numbers"][0][1 - self.side]
         kept = [a for k, a in enumerate(rows) if k not in set(map(int, contracted))]
         summed = frozenset(i for a in known.values() for i in flat_indices(a))
@@ -223,21 +225,6 @@ class _Product:
         return _Indices(
             tuple(kept), form, numbers, summed, {**joined, **of_scales}, known
         )
-
-    def _below_layout(
-        self, ev: RegionEvaluator, args: tuple[Index, ...]
-    ) -> tuple[Index, ...]:
-        """The indices of the program's array, from those of the stored numbers."""
-        g = self.find.graph
-        value = self.above.nodes[-1][1] if self.above.nodes else self.dot.ins[self.side]
-        while value != self.above.first:
-            node = g.node_of(value)
-            assert node is not None
-            moved = ev.moved(node, value, args)
-            if moved is None:
-                raise OverBudget("a layout of stored numbers that is not followed")
-            value, args = moved
-        return args
 
     def _is_whole(self, own: list[int]) -> bool:
         """Whether indices run over all stored numbers."""
