@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.gated_linear_unit import hopper, stored, tpu, xla
+from rewriter.kernels.gated_linear_unit import hopper, hopper_stored, stored, tpu, xla
 from rewriter.kernels.gated_linear_unit.op import OP as OP
 from rewriter.kernels.gated_linear_unit.op import STORED as STORED
 
 OPS = (OP, STORED)
 
-KERNELS = (tpu.KERNEL, hopper.KERNEL, xla.KERNEL, stored.KERNEL)
+KERNELS = (
+    tpu.KERNEL, hopper.KERNEL, xla.KERNEL, hopper_stored.KERNEL, stored.KERNEL,
+)  # fmt: skip

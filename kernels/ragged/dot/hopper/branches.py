@@ -88,7 +88,7 @@ class Side:
         copied: The part of it that copies fill: [stages, *place, ...].
         taken: ``taken(memory, slot, part, i, within)`` gives a warpgroup's part of the
             i-th step of a tile, [*place, ...], once its copies have come. `within`
-            holds the rows of its columns of `Branch.within`.
+            holds, by branch, the rows of its columns of `Branch.within`.
     """
 
     scratch: Any

@@ -317,10 +317,13 @@ class _Block:
         lax.fori_loop(0, tile.steps, part, None)
 
     def within(self, tile: _Tile, before: Any, i: Any) -> tuple[Any, ...]:
-        """Returns what is joined to a warpgroup's columns of a step."""
-        branch, wide = self.branches[0], self.config.columns
+        """Returns what is joined to a warpgroup's columns of a step, by branch."""
+        wide = self.config.columns // len(self.branches)
 
-        def row(values: Any) -> Any:
+        def rows(branch: Branch) -> tuple[Any, ...]:
+            return tuple(row(branch, values) for values in branch.within)
+
+        def row(branch: Branch, values: Any) -> Any:
             groups, n = values.shape
             first = jnp.minimum(tile.column + before * wide, n - wide)
             across = pl.ds(pl.multiple_of(first, wide), wide)
@@ -330,7 +333,7 @@ class _Block:
             at = tile.group * self.steps + i
             return values.at[lax.div(at, jnp.int32(steps // groups)), across]
 
-        return tuple(map(row, branch.within))
+        return tuple(map(rows, self.branches))
 
     def product(
         self, tile: _Tile, step: Any, above: Any, before: Any, height: int

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.ragged.dot.hopper.branches import Side, part
+from rewriter.kernels.ragged.dot.hopper.branches import WIDE, Side, part
 from rewriter.kernels.ragged.dot.hopper.config import WARPGROUPS, Tiles
 from rewriter.kernels.shared import pallas_gpu
 
@@ -56,10 +57,14 @@ def side(
         # A warp has waited for its own part of the product that read this buffer; here
         # it waits for the other warps'.
         plgpu.commit_smem()
-        for piece in range(shape[0]) if branches > 1 else (Ellipsis,):
-            pallas_gpu.widened(
-                narrow.at[piece], wide.at[piece], steps, within, 0 if transposed else 1
-            )
+        if branches == 1:
+            axis = 0 if transposed else 1
+            pallas_gpu.widened(narrow, wide, steps, within[0], axis)
+        for piece in range(shape[0]) if branches > 1 else ():
+            branch, k = divmod(piece, shape[0] // branches)
+            across = pl.ds(k * WIDE, WIDE)
+            joined = [values.at[across] for values in within[branch]]
+            pallas_gpu.widened(narrow.at[piece], wide.at[piece], steps, joined)
         plgpu.commit_smem()
         return wide
 
