@@ -9,6 +9,7 @@ OPS = {
     "attention": "attention",
     "paged_attention": "attention",
     "scored_attention": "attention",
+    "quantized_attention": "attention",
     "layer_norm": "norms",
     "rms_norm": "norms",
     "gated_linear_unit": "gated_linear_unit",

@@ -37,6 +37,9 @@ PATTERNS = {
     "paged_attention": Shipped(
         "attention.paged", "Attention to keys and values that lie in pages of a pool."
     ),
+    "quantized_attention": Shipped(
+        "attention.stored", "Attention to keys and values of 4 or 8 bits with scales."
+    ),
     "layer_norm": Shipped(
         "norms.read", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
     ),

@@ -317,11 +317,11 @@ class _Assembly:
             raise Refused("axes", "an axis of x is not one of the result", score=0.3)
 
     def _weights(self, side: Factors, f: tuple[int, ...], scale: float) -> Operand:
-        """Weights; integers are cast to floats."""
+        """Weights; integers and floats of 8 bits are cast to wider floats."""
         graph = self.find.graph
-        leaves = [self.alg.defs[a][1] for a, _ in side.w]
-        whole = all(not jnp.issubdtype(graph.dtype(v), jnp.floating) for v in leaves)
-        dtype = graph.dtype(self.value) if whole else None
+        dtypes = [graph.dtype(self.alg.defs[a][1]) for a, _ in side.w]
+        wide = [d.itemsize > 1 and jnp.issubdtype(d, jnp.floating) for d in dtypes]
+        dtype = None if any(wide) else graph.dtype(self.value)
         return operand({(TRUE, side.w): scale}, side.k, f, dtype=dtype)
 
     def _added(self, name: str, p: Poly, rest: Any, f: tuple[int, ...]):

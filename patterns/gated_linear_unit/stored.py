@@ -22,7 +22,7 @@ from rewriter.patterns.gated_linear_unit import read
 from rewriter.patterns.gated_linear_unit.read import ANCHORS, STEPS, linear
 from rewriter.patterns.quantized.operands import (
     StoredOperand,
-    is_stored,
+    may_be_stored,
     readings,
     size_of,
     stored_operand,
@@ -39,7 +39,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     if not few_bits(find):
         return
     dots = [n for i in anchor.ins for n in linear(find, i)]
-    if any(is_stored(find, i) for dot in dots for i in dot.ins):
+    if may_be_stored(find, dots):
         yield from readings(find, anchor, NAME, read.propose, stored)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,9 @@ BEHIND = "float32 *scale"
 
 LEAST = 8
 """The fewest numbers for a scale: scales of fewer take as much memory as numbers."""
+
+NEAR = 60
+"""The most values above products that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,23 @@ def readings(
             if not find.done(name, reading.value):
                 continue  # another reading may be proved
         looking.found.add((reading.op, reading.value))
+
+
+def may_be_stored(find: Finder, dots: Iterable[Node]) -> bool:
+    """Whether an array of few bits is near above an operand of some products."""
+    few = few_bits(find)
+    seen = {i for dot in dots for i in dot.ins}
+    queue = list(seen)
+    while queue and len(seen) < NEAR:
+        value = queue.pop(0)
+        if value in few:
+            return True
+        node = find.graph.node_of(value)
+        if node is not None and find.local(node):
+            new = [i for i in node.ins if i not in seen]
+            seen.update(new)
+            queue += new
+    return False
 
 
 def is_stored(find: Finder, value: int) -> bool:
