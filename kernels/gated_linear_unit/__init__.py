@@ -8,6 +8,7 @@ from rewriter.kernels.gated_linear_unit.op import STORED as STORED
 
 OPS = (OP, STORED)
 
-KERNELS = (
-    tpu.KERNEL, hopper.KERNEL, xla.KERNEL, hopper_stored.KERNEL, stored.KERNEL,
-)  # fmt: skip
+OF_FLOATS = (tpu.KERNEL, hopper.KERNEL, xla.KERNEL)
+OF_STORED = (hopper_stored.KERNEL, stored.KERNEL)
+
+KERNELS = (*OF_FLOATS, *OF_STORED)

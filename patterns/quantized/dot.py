@@ -3,7 +3,7 @@
 Formula    out[..., n] = Σ_k x[..., k] (q[k, n] - zero[k/z, n]) scale[k/z, n]
 Looks like a product with an array of 4 or 8 bits above one operand: casts, products
            with scales, sums with zero points, in any order. Scales may also multiply
-           the product.
+           the product. Rows may be numbers of few bits too, as they are.
 Must hold  all stored numbers are the matrix, in memory order: summed axes before the
            others, or behind them. Scales are equal within groups along summed axes.
            Roundings are kept: the steps are a parameter.
@@ -73,10 +73,10 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
     """
     if dot.params["dimension_numbers"][1][0]:
         raise Refused("batch", "a product with batch axes", score=0.5)
-    if stored_above(find, dot.ins[1 - side]) is not None:
-        raise Refused(
-            "rows", "both operands are made of few bits: XLA's own product", score=0.4
-        )
+    rows = dot.ins[1 - side]
+    if stored_above(find, rows) is not None and rows not in few_bits(find):
+        text = "rows are widened from few bits too: XLA may multiply these itself"
+        raise Refused("rows", text, score=0.4)
     if rounded_here(find, stored, dot):
         raise Refused("stored", "the numbers are rounded here, not stored", score=0.2)
     above = widening(find, dot.ins[side], stored)
