@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from rewriter.kernels.gated_linear_unit.op import STORED
 from rewriter.kernels.gated_linear_unit.reference import branch, combine
 from rewriter.kernels.gated_linear_unit.stored_form import ADDED, matrix_of
 from rewriter.kernels.gated_linear_unit.xla import product
+from rewriter.kernels.shared import columns
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import (
@@ -73,8 +74,8 @@ def configs(spec: Spec, device: Device) -> list[Block]:
 
 def columns_of(spec: Spec) -> int:
     """Returns the columns of a branch."""
-    columns = spec.shape("w_gate")[1]
-    return columns if spec.param("halves") is None else columns // 2
+    f = spec.shape("w_gate")[1]
+    return f if spec.param("halves") is None else f // 2
 
 
 def supports(spec: Spec) -> Verdict:
@@ -138,12 +139,7 @@ def forward(
         gate, up = (use.branch(b, first, size) for b in BRANCHES)
         return combine(gate, up, **joining).astype(dtype)
 
-    parts = [
-        jnp.moveaxis(_over(block, first, size, count), 0, -2)
-        for first, size, count in _ranges(use.columns, config or Block())
-    ]
-    parts = [p.reshape(*p.shape[:-2], -1) for p in parts]
-    out = parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
+    out = columns.joined(block, use.columns, (config or Block()).columns)
     return (out, ()) if residuals else out
 
 
@@ -175,7 +171,7 @@ def backward(
     del out, residuals, out_dtype
     use = _Use.of(given, widen, halves, precision)
     wide = jnp.promote_types(use.x.dtype, jnp.float32)
-    k = use.x.shape[-1]
+    nothing = jnp.zeros((math.prod(use.x.shape[:-1]), use.x.shape[-1]), wide)
 
     def block(first: Any, size: int) -> Array:
         matrices = [use.matrix(b, first, size) for b in BRANCHES]
@@ -185,7 +181,7 @@ def backward(
         ]
         _, back = jax.vjp(functools.partial(combine, **use.joining), *branches)
         own = lax.dynamic_slice_in_dim(cotangent, first, size, -1).astype(wide)
-        total = jnp.zeros((math.prod(use.x.shape[:-1]), k), wide)
+        total = jnp.zeros_like(nothing)
         for d, w in zip(back(own), matrices, strict=True):
             narrow = jnp.result_type(use.x, w)
             total += product(
@@ -194,35 +190,8 @@ def backward(
             )  # fmt: skip
         return total
 
-    total = jnp.zeros((math.prod(use.x.shape[:-1]), k), wide)
-    for first, size, count in _ranges(use.columns, config or Block()):
-        start = jnp.int32(first)
-        step = lambda i, sums, size=size, start=start: (
-            sums + block(start + i * size, size)
-        )
-        total = lax.fori_loop(0, count, step, total) if count > 1 else step(0, total)
+    total = columns.added(block, nothing, use.columns, (config or Block()).columns)
     return {"x": total.reshape(use.x.shape).astype(use.x.dtype)}
-
-
-def _ranges(columns: int, config: Block) -> Iterator[tuple[int, int, int]]:
-    """(first column, columns, count) of equal blocks; those of fewer columns last.
-
-    Matrices of two blocks and less stay whole.
-    """
-    size = config.columns
-    count = columns // size if columns > 2 * size else 0
-    if count:
-        yield 0, size, count
-    if count * size < columns:
-        yield count * size, columns - count * size, 1
-
-
-def _over(block: Any, first: int, size: int, count: int) -> Array:
-    """Blocks of equal columns: [count, ..., size]."""
-    if count == 1:
-        return block(first, size)[None]
-    starts = first + size * jnp.arange(count, dtype=jnp.int32)
-    return lax.scan(lambda _, at: (None, block(at, size)), None, starts)[1]
 
 
 @dataclass(frozen=True)
@@ -258,14 +227,14 @@ class _Use:
         """Sorts what a kernel is given."""
         arrays = {n: a for n, a in given.items() if n in STORED.names and a is not None}
         joining = {n: a for n, a in given.items() if n not in STORED.names}
-        columns = given["w_gate"].shape[1]
+        f = given["w_gate"].shape[1]
         firsts = {b: (f"w_{b}", 0) for b in BRANCHES}
         if halves is not None:
-            columns //= 2
+            f //= 2
             order = BRANCHES if halves == "gate_up" else BRANCHES[::-1]
-            firsts = {b: ("w_gate", i * columns) for i, b in enumerate(order)}
+            firsts = {b: ("w_gate", i * f) for i, b in enumerate(order)}
         x = arrays.pop("x")
-        return cls(x, arrays, joining, widen, firsts, columns, precision)
+        return cls(x, arrays, joining, widen, firsts, f, precision)
 
     def matrix(self, name: str, first: Any, size: int) -> Array:
         """Returns some columns of a branch's matrix, widened: [k, size]."""
@@ -273,7 +242,7 @@ class _Use:
         own: dict[str, Any] = {"x": self.x}
         for one in (array, *(f"{array}_{what}" for what in ADDED)):
             if one in self.arrays:
-                own[one] = _columns(self.arrays[one], before + first, size)
+                own[one] = columns.taken(self.arrays[one], before + first, size)
         return matrix_of(own, array, self.widen)
 
     def branch(
@@ -284,15 +253,8 @@ class _Use:
             matrix = self.matrix(name, first, size)
         names = (f"b_{name}", f"rows_{name}")
         added = [self.arrays[n] for n in names if n in self.arrays]
-        added = [_columns(a, first, size) for a in added]
+        added = [columns.taken(a, first, size) for a in added]
         return branch(self.x, matrix, added, self.precision)
-
-
-def _columns(x: Array, first: Any, size: int) -> Array:
-    """Some columns of an array, or its only one."""
-    if x.shape[-1] == 1 != size:
-        return x
-    return lax.dynamic_slice_in_dim(x, first, size, -1)
 
 
 KERNEL = Kernel(
