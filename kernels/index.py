@@ -19,6 +19,7 @@ OPS = {
     "ragged_gated_linear_unit": "ragged.gated_linear_unit",
     "quantized_ragged_gated_linear_unit": "ragged.gated_linear_unit",
     "quantized_dot": "quantized_dot",
+    "packed_dot": "quantized_dot",
     "cross_entropy": "cross_entropy",
     "linear_cross_entropy": "linear_cross_entropy",
     "embedding": "embedding",

@@ -70,6 +70,9 @@ PATTERNS = {
     "quantized_dot": Shipped(
         "quantized.dot", "Rows times a matrix of 4 or 8 bits with scales."
     ),
+    "packed_dot": Shipped(
+        "quantized.packed", "The same, with two numbers of 4 bits in each byte."
+    ),
     "linear_cross_entropy": Shipped(
         "cross_entropy.read",
         "The loss over a vocabulary: log Σ exp y - y[label], y = x w + bias.",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.quantized_dot import hopper, xla
+from rewriter.kernels.quantized_dot import hopper, packed, xla
 from rewriter.kernels.quantized_dot.op import OP as OP
+from rewriter.kernels.quantized_dot.op import PACKED as PACKED
 
-KERNELS = (hopper.KERNEL, xla.KERNEL)
+OPS = (OP, PACKED)
+
+KERNELS = (hopper.KERNEL, xla.KERNEL, packed.KERNEL)

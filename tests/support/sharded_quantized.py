@@ -60,6 +60,12 @@ def rows_of_few_bits(x: Any, w: Any, s: Any) -> Any:
     return jnp.dot(q, w, preferred_element_type=jnp.int32).astype(x.dtype) * s * m
 
 
+def packed(x: Any, p: Any, s: Any) -> Any:
+    """A product of numbers packed by two in a byte."""
+    w = jnp.stack([(p << 4) >> 4, p >> 4], 1).reshape(2 * p.shape[0], -1)
+    return x @ (w.astype(x.dtype) * s)
+
+
 NUMBERS_UP, BOTH = NUMBERS[::-1].copy(), np.concatenate([NUMBERS, NUMBERS[::-1]], 1)
 COLUMN, COLUMNS = (R.uniform(0.01, 0.03, n).astype("float32") for n in (N, 2 * N))
 Q = R.standard_normal((4, 8, 8, 16)).astype("float32")
@@ -74,12 +80,15 @@ OTHERS = {  # a program, its arguments and how they are split, float ones, what 
     "packed": (packed_unit, (X, BOTH, COLUMNS), (ROWS, P(), P()), (0, 2), "over data"),
     "attention": (attention, (Q, KEYS, KEYS[::-1], SCALES, SCALES[::-1]),
                   (HEADS, KV, KV, KV, KV), (0, 3, 4), "n over model"),
+    "packed bytes": (packed, (X, NUMBERS[: K // 2], COLUMN), (ROWS, COLS, P("model")),
+                     (0, 2), "n over model"),
     "rows of few bits": (rows_of_few_bits, (X, NUMBERS, COLUMN),
                          (ROWS, COLS, P("model")), (), ""),
 }  # fmt: skip
 ALSO = {
     "quantized_gated_linear_unit": ["memory_bounded", "xla"],
     "quantized_attention": ["memory_bounded", "xla"],
+    "packed_dot": ["memory_bounded", "xla"],
 }
 
 
