@@ -27,7 +27,8 @@ class Branch:
         bias: float32 [n], added to each row of the product.
         scale: float32 [g, n], multiplied with each row of the product before the bias.
         within: Floats [z, n] each, joined to the matrix while it is widened: a row for
-            each z-th part of the summed axis.
+            each z-th part of the summed axis. [g, n] if `of_groups`.
+        of_groups: Whether `within` has a row for each group.
         split: Whether groups are parts of the summed axis of one matrix, in order:
             matrices are then [1, k, n], and rows [m, k / g].
     """
@@ -37,6 +38,7 @@ class Branch:
     bias: Any = None
     scale: Any = None
     within: tuple[Any, ...] = ()
+    of_groups: bool = False
     split: bool = False
 
 

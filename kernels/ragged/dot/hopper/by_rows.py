@@ -11,6 +11,7 @@ may be combined before they are stored, as for a gated linear unit.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,9 @@ def combined(
         outs = references[len(given) :]
         arrays, table = jax.tree.unflatten(tree, references[: len(given)])
         right = [
-            Branch(matrices, b.first, bias, scale, within, b.split)
+            dataclasses.replace(
+                b, matrices=matrices, bias=bias, scale=scale, within=within
+            )
             for b, (matrices, bias, scale, within) in zip(branches, arrays, strict=True)
         ]
         listed = tiles if table is None else schedule.Listed(table)
@@ -329,6 +332,8 @@ class _Block:
             across = pl.ds(pl.multiple_of(first, wide), wide)
             if groups == 1:
                 return values.at[0, across]
+            if branch.of_groups:
+                return values.at[tile.group, across]
             steps = self.steps * (self.tiles.groups if branch.split else 1)
             at = tile.group * self.steps + i
             return values.at[lax.div(at, jnp.int32(steps // groups)), across]

@@ -3,8 +3,7 @@
 The matrices are copied as they are. Each multiplying warpgroup widens its own part, one
 step at a time, while tensor cores still work on the step before. It reads the copy into
 registers and writes to one of two buffers that only it reads. So no warpgroup waits for
-another one. A scale for each column commutes with the sum, and is applied to the
-finished sums. Where a program rounds scaled numbers, they are scaled while widening.
+another one. Numbers are scaled while they are widened, and rounded as the program does.
 """
 
 from __future__ import annotations
@@ -21,8 +20,24 @@ from rewriter.kernels.ragged.dot.hopper.branches import WIDE, Side, part
 from rewriter.kernels.ragged.dot.hopper.config import WARPGROUPS, Tiles
 from rewriter.kernels.shared import pallas_gpu
 
+SCALED = (("*", 0),)
+"""The steps of numbers with a scale, the only array of `Branch.within`."""
+
 PLACES = 2
 """The number of buffers for widened parts, used in turns."""
+
+
+MOST = 256
+"""The most columns of a warpgroup."""
+
+
+def rows(scale: Any) -> Any:
+    """Returns scales [g, n] for `Branch.within`, with columns that are a multiple.
+
+    So each warpgroup's columns begin at a multiple of their number.
+    """
+    scale = scale if scale.dtype.itemsize <= 4 else scale.astype(jnp.float32)
+    return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % MOST)))
 
 
 def side(
