@@ -86,4 +86,4 @@ def _require_few_scales(found: StoredOperand, name: str) -> None:
             raise Refused(name, text, score=0.5)
 
 
-PATTERN = ReaderPattern(NAME, ANCHORS, propose, STEPS, dtypes=STORED)
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, STEPS, dtypes=STORED, looks_above=True)

@@ -217,4 +217,4 @@ def _both(
     return None
 
 
-PATTERN = ReaderPattern(NAME, ANCHORS, propose, STEPS, dtypes=STORED)
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, STEPS, dtypes=STORED, looks_above=True)

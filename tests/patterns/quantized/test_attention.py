@@ -500,3 +500,17 @@ def test_numbers_of_8_bits_alone_are_floats_to_other_kernels(names: Any) -> None
     (site,) = fast.report(*args).sites
     assert (site.form, site.kernel) == ("", "memory_bounded")
     np.testing.assert_allclose(fast(*args), f(*args), rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.once
+def test_layers_of_floats_between_layers_of_few_bits() -> None:
+    """Equal attention is proved once: what is above its keys is looked at each time."""
+
+    def f(q, k, v, vf, ks, vs):
+        for _ in range(2):
+            q = attend(q, vf, vf)
+            q = attend(q, k.astype(F32) * ks[..., None], v.astype(F32) * vs[..., None])
+        return q
+
+    report = rewriter.explain(f, implementation=FORCED)(*args_of(f))
+    assert [s.form for s in report.sites] == ["", NAME, "", NAME]

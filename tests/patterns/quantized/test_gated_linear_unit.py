@@ -475,17 +475,19 @@ def test_gradients_of_rows_and_scales(name: str) -> None:
 
 # ------------------------------------------------------------------------ neighbours
 @pytest.mark.once
-def test_a_layer_of_floats_before_one_of_few_bits() -> None:
-    """Equal units are proved once: one whose matrices are stored is no such one."""
+def test_layers_of_floats_between_layers_of_few_bits() -> None:
+    """Equal units are proved once: what is above their matrices is looked at."""
 
     def f(x, a, b, s, t, down):
-        for w, v in ((down[0].T, down[1].T), (a.astype(F32) * s, b.astype(F32) * t)):
+        for w, v in 2 * [
+            (down[0].T, down[1].T),
+            (a.astype(F32) * s, b.astype(F32) * t),
+        ]:
             x = (jax.nn.silu(x @ w) * (x @ v)) @ down[0]
         return x
 
-    args = args_of(f)
-    sites = rewriter.explain(f, implementation=FORCED)(*args).sites
-    assert [s.form for s in sites if s.op == UNIT] == ["", NAME]
+    sites = rewriter.explain(f, implementation=FORCED)(*args_of(f)).sites
+    assert [s.form for s in sites if s.op == UNIT] == ["", NAME, "", NAME]
 
 
 @pytest.mark.once
