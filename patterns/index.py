@@ -37,6 +37,9 @@ PATTERNS = {
     "paged_attention": Shipped(
         "attention.paged", "Attention to keys and values that lie in pages of a pool."
     ),
+    "quantized_attention": Shipped(
+        "attention.stored", "Attention to keys and values of 4 or 8 bits with scales."
+    ),
     "layer_norm": Shipped(
         "norms.read", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
     ),
@@ -45,6 +48,10 @@ PATTERNS = {
     ),
     "gated_linear_unit": Shipped(
         "gated_linear_unit.read", "Gated linear unit: act(x w_gate) * (x w_up)."
+    ),
+    "quantized_gated_linear_unit": Shipped(
+        "gated_linear_unit.stored",
+        "Gated linear unit with matrices of 4 or 8 bits and scales.",
     ),
     "ragged_dot": Shipped(
         "ragged.dot", "Ragged dot: each group of rows times its own matrix."
@@ -62,6 +69,9 @@ PATTERNS = {
     ),
     "quantized_dot": Shipped(
         "quantized.dot", "Rows times a matrix of 4 or 8 bits with scales."
+    ),
+    "packed_dot": Shipped(
+        "quantized.packed", "The same, with two numbers of 4 bits in each byte."
     ),
     "linear_cross_entropy": Shipped(
         "cross_entropy.read",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rewriter.algebra.normal_form import Algebra, Index, OverBudget, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
@@ -22,6 +23,9 @@ from rewriter.find.reading import (
     split_digits,
 )
 from rewriter.ops.stored import EIGHT_BITS
+from rewriter.ops.widening import JOINS
+from rewriter.patterns.quantized.steps import stored_above as few_above
+from rewriter.patterns.quantized.steps import widening
 
 REACH = 40
 """The most values above the matrices to examine."""
@@ -97,15 +101,41 @@ def read(
     if alg.ids(scale) & alg.index_ids(summed):
         text = "the scale of the 8-bit matrices varies along the axis that is summed"
         raise Refused("scale", text, score=0.6)
+    dtype = _require_one_rounding(find, matrices)
     of_columns = None
     if scale != alg.const(1):
-        of_columns = operand(scale, *map(flat_indices, columns))
+        of_columns = operand(scale, *map(flat_indices, columns), dtype=dtype)
     for name, axes in orders.items():
         array = _all_numbers(find, numbers, stored, axes)
         if array is not None:
             return StoredMatrices(array, of_columns, name)
     text = "the 8-bit matrices are a part of an array, or lie in another order"
     raise Refused("stored", text, score=0.6)
+
+
+def _require_one_rounding(find: Finder, matrices: int) -> Any:
+    """The dtype of the scale that a program multiplies stored numbers by, or None.
+
+    Kernels multiply in float32, and round to the matrices' dtype. So a program must do,
+    in float32 or in that dtype, which are the same for numbers of 8 bits.
+
+    Raises:
+        Refused: If it rounds in another way.
+    """
+    above = widening(find, matrices, few_above(find, matrices) or matrices)
+    wide = str(find.graph.dtype(matrices))
+    held, joined = "", False
+    for step in above.text.split():
+        if step[0] == "*" and not joined and held in ("float32", wide):
+            joined = True
+        elif step[0] in JOINS or (joined and step != wide):
+            text = f"the 8-bit matrices are rounded otherwise: {above.text}"
+            raise Refused("widen", text, score=0.6)
+        else:
+            held = step
+    if joined and held != wide:
+        raise Refused("widen", "the 8-bit matrices are not rounded", score=0.6)
+    return next((find.graph.dtype(j.value) for j in above.joined), None)
 
 
 def _factors(alg: Algebra, matrices: Poly, stored: int) -> tuple[Poly, Poly]:

@@ -14,18 +14,21 @@ from rewriter.kernels.attention.hopper_decode import paged
 from rewriter.kernels.attention.op import OP as OP
 from rewriter.kernels.attention.op import PAGED as PAGED
 from rewriter.kernels.attention.op import SCORED as SCORED
+from rewriter.kernels.attention.op import STORED as STORED
 from rewriter.kernels.attention.overflow import with_overflow
 from rewriter.kernels.attention.positions import with_positions
 from rewriter.kernels.attention.weights import in_float32
 from rewriter.kernels.attention.xla import gathered
 from rewriter.kernels.attention.xla import scored as with_score
+from rewriter.kernels.attention.xla import stored as of_few_bits
 
-OPS = (OP, PAGED, SCORED)
+OPS = (OP, PAGED, SCORED, STORED)
 
 _OF_ARRAYS = (
     with_positions(cudnn.KERNEL), with_positions(hopper.KERNEL),
     with_positions(hopper_decode.KERNEL), in_float32(with_positions(tpu.KERNEL)),
     in_float32(xla.KERNEL), in_float32(with_score.KERNEL),
+    in_float32(of_few_bits.KERNEL),
 )  # fmt: skip
 _OF_PAGES = (
     paged.KERNEL, in_float32(tpu_pages.KERNEL), in_float32(gathered.KERNEL),

@@ -12,6 +12,7 @@ from rewriter.kernels.attention.reference import (
 )
 from rewriter.kernels.attention.scored_form import scored_form
 from rewriter.kernels.attention.sharding import sharding
+from rewriter.kernels.attention.stored_form import stored_keys_form
 from rewriter.ops.op import Op, Operand
 
 _TABLE = "b|1 n|1 t|1 s|1"
@@ -63,6 +64,12 @@ PAGED = paged_form(
     OP,
     "paged_attention",
     "attention over keys and values in pages that a table names.",
+)
+
+STORED = stored_keys_form(
+    OP,
+    "quantized_attention",
+    "attention to keys and values of few bits with scales.",
 )
 
 SCORED = scored_form(

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.gated_linear_unit import hopper, tpu, xla
-from rewriter.kernels.gated_linear_unit.cost import cost
-from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
-from rewriter.ops.op import Op, Operand, Sharding
+from rewriter.kernels.gated_linear_unit import hopper, hopper_stored, stored, tpu, xla
+from rewriter.kernels.gated_linear_unit.op import OP as OP
+from rewriter.kernels.gated_linear_unit.op import STORED as STORED
 
-OP = Op(
-    name="gated_linear_unit",
-    operands=(
-        Operand("x", "... k", True, "The rows."),
-        Operand("w_gate", "k f", True, "The branch that goes through the activation."),
-        Operand("w_up", "k f", True, "The other branch."),
-        Operand("b_gate", "f", doc="Added to the gate branch; 0 if absent."),
-        Operand("b_up", "f", doc="The same for the other branch."),
-        Operand("rows_gate", "... f", doc="Added to the gate branch row by row, as a "
-                "low-rank adapter is; 0 if absent."),
-        Operand("rows_up", "... f", doc="The same for the other branch."),
-    ),
-    out="... f",
-    reference=reference,
-    flat=True,
-    sample=sample,
-    usual=usual,
-    defaults={
-        "activation": "silu", "beta": 1.0, "clip_gate": (None, None),
-        "clip_up": (None, None), "up_shift": 0.0, "slopes": (), "slopes_up": (),
-        "precision": None, "out_dtype": None,
-    },
-    parallel="...",
-    cost=cost,
-    sharding=lambda params: Sharding(frozenset({"...", "f"})),
-)  # fmt: skip
+OPS = (OP, STORED)
 
-KERNELS = (tpu.KERNEL, hopper.KERNEL, xla.KERNEL)
+OF_FLOATS = (tpu.KERNEL, hopper.KERNEL, xla.KERNEL)
+OF_STORED = (hopper_stored.KERNEL, stored.KERNEL)
+
+KERNELS = (*OF_FLOATS, *OF_STORED)

@@ -32,7 +32,6 @@ def cost(
     *rows, k = shapes["x"]
     n = shapes["w"][0 if params["mode"] == "transposed" else 1]
     flops = 2 * math.prod(rows) * k * n
-    read = {"w": 0.5} if dtypes["w"] in ("int4", "uint4") else {}
     dtype = params.get("sums") or dtypes["x"]
-    size = moved(shapes, dtypes, (*rows, n), dtype, mode, read)
+    size = moved(shapes, dtypes, (*rows, n), dtype, mode)
     return Cost(float(of_mode(mode, flops, flops)), float(size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rewriter.kernels.quantized_dot.cost import cost
+from rewriter.kernels.quantized_dot.packed_form import packed_form
 from rewriter.kernels.quantized_dot.reference import computed, product, sample
 from rewriter.ops.op import Op, Operand, Sharding, Stored
 from rewriter.ops.stored import FEW_BITS, stored_form
@@ -41,4 +42,8 @@ OP = dataclasses.replace(
     reference=computed,
     flat=True,
     defaults={"widen": None, **DOT.defaults},
+)
+
+PACKED = packed_form(
+    OP, "packed_dot", "rows times a matrix of numbers packed by two in a byte."
 )

@@ -26,7 +26,7 @@ from rewriter.ops.kernel import (
     Traits,
     saves_nothing,
 )
-from rewriter.ops.stored import usual_steps
+from rewriter.ops.stored import FEW_BITS, usual_steps
 from rewriter.ops.widening import applied, by_steps
 from rewriter.support.verdict import YES, Verdict, no
 
@@ -71,6 +71,9 @@ def _columns(spec: Spec) -> int:
 
 def supports(spec: Spec) -> Verdict:
     """Takes rows of floats, and a matrix of known sizes."""
+    if (kind := spec.dtype("x")) in FEW_BITS:
+        name = "int8_dot" if jnp.issubdtype(kind, jnp.integer) else "fp8_dot"
+        return no(name, f"{name}: XLA multiplies {kind} by {spec.dtype('w')} itself")
     if not jnp.issubdtype(spec.dtype("x"), jnp.floating):
         return no("dtype", f"x is {spec.dtype('x')}, not a float")
     if any(not isinstance(d, int) for d in spec.shape("w")):

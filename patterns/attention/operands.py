@@ -150,11 +150,16 @@ def _values(softmax: Softmax, axes: Axes, scales: Monomial, factor: float) -> Op
 
 
 def _dtype(softmax: Softmax, factors: Iterable[tuple[int, Any]]) -> Any:
-    """The dtype of a product, so that kernels read the narrowest values."""
+    """The dtype of a product, so that kernels read the narrowest values.
+
+    Numbers of 8 bits alone are cast to the result's dtype, which holds them.
+    """
+    graph = softmax.find.graph
     leaves = (a for a, _ in factors if softmax.alg.kind(a) == "leaf")
-    names = [softmax.find.graph.dtype(v) for v in softmax.values_of(leaves)]
-    floats = [d for d in names if kind_of(d) == "f"]
-    return max(floats or names, key=lambda d: d.itemsize)
+    names = [graph.dtype(v) for v in softmax.values_of(leaves)]
+    wide = [d for d in names if d.itemsize > 1] or [graph.dtype(softmax.value)]
+    floats = [d for d in wide if kind_of(d) == "f"]
+    return max(floats or wide, key=lambda d: d.itemsize)
 
 
 # ------------------------------------------------- what is added or multiplied

@@ -177,4 +177,6 @@ def _pool(find: Finder, name: int) -> Operand:
     return operand(alg.of_atom(alg.atom("leaf", name, at)), *groups)
 
 
-PATTERN = ReaderPattern(NAME, ANCHORS, propose, STEPS, frozenset({"gather"}))
+PATTERN = ReaderPattern(
+    NAME, ANCHORS, propose, STEPS, frozenset({"gather"}), looks_above=True
+)

@@ -73,7 +73,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     if not jnp.issubdtype(g.dtype(anchor.ins[-1]), jnp.floating):
         return
     operands = [i for i in anchor.ins if i not in g.constants]
-    dots = [n for i in operands for n in _linear(find, i)]
+    dots = [n for i in operands for n in linear(find, i)]
     if not dots or len(dots) > MOST:
         return
     sources = set().union(*(_inputs(find, n) for n in dots))
@@ -84,7 +84,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     multiplied: Reading | None = None
     for product in below:
         if not any(
-            _inputs(find, n) & sources for i in product.ins for n in _linear(find, i)
+            _inputs(find, n) & sources for i in product.ins for n in linear(find, i)
         ):
             continue
         if find.known_empty(NAME, anchor):
@@ -124,7 +124,7 @@ def _of_product(
     return miss
 
 
-def _linear(find: Finder, value: int) -> list[Node]:
+def linear(find: Finder, value: int) -> list[Node]:
     """Contractions above a value, through casts, layout, biases and bounds only."""
     key = ("linear", value)
     if key not in find.cache:
@@ -164,7 +164,7 @@ def read(
         OverBudget: If the form grows too large.
     """
     alg = find.algebra
-    others = _linear(find, up)
+    others = linear(find, up)
     if not others:
         raise Refused(
             "up", "the other factor is not a contraction of the same value", score=0.2
@@ -317,11 +317,11 @@ class _Assembly:
             raise Refused("axes", "an axis of x is not one of the result", score=0.3)
 
     def _weights(self, side: Factors, f: tuple[int, ...], scale: float) -> Operand:
-        """Weights; integers are cast to floats."""
+        """Weights; integers and floats of 8 bits are cast to wider floats."""
         graph = self.find.graph
-        leaves = [self.alg.defs[a][1] for a, _ in side.w]
-        whole = all(not jnp.issubdtype(graph.dtype(v), jnp.floating) for v in leaves)
-        dtype = graph.dtype(self.value) if whole else None
+        dtypes = [graph.dtype(self.alg.defs[a][1]) for a, _ in side.w]
+        wide = [d.itemsize > 1 and jnp.issubdtype(d, jnp.floating) for d in dtypes]
+        dtype = None if any(wide) else graph.dtype(self.value)
         return operand({(TRUE, side.w): scale}, side.k, f, dtype=dtype)
 
     def _added(self, name: str, p: Poly, rest: Any, f: tuple[int, ...]):

@@ -3,7 +3,7 @@
 Formula    out[..., n] = Σ_k x[..., k] (q[k, n] - zero[k/z, n]) scale[k/z, n]
 Looks like a product with an array of 4 or 8 bits above one operand: casts, products
            with scales, sums with zero points, in any order. Scales may also multiply
-           the product.
+           the product. Rows may be numbers of few bits too, as they are.
 Must hold  all stored numbers are the matrix, in memory order: summed axes before the
            others, or behind them. Scales are equal within groups along summed axes.
            Roundings are kept: the steps are a parameter.
@@ -34,6 +34,7 @@ from rewriter.patterns.quantized.steps import (
     arguments,
     behind,
     few_bits,
+    moved_below,
     rounded_here,
     same_body,
     stored_above,
@@ -72,10 +73,10 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
     """
     if dot.params["dimension_numbers"][1][0]:
         raise Refused("batch", "a product with batch axes", score=0.5)
-    if stored_above(find, dot.ins[1 - side]) is not None:
-        raise Refused(
-            "rows", "both operands are made of few bits: XLA's own product", score=0.4
-        )
+    rows = dot.ins[1 - side]
+    if stored_above(find, rows) is not None and rows not in few_bits(find):
+        text = "rows are widened from few bits too: XLA may multiply these itself"
+        raise Refused("rows", text, score=0.4)
     if rounded_here(find, stored, dot):
         raise Refused("stored", "the numbers are rounded here, not stored", score=0.2)
     above = widening(find, dot.ins[side], stored)
@@ -214,8 +215,9 @@ class _Product:
             for side in (left, right)
         ]
         rows, matrix = sides[1 - self.side], sides[self.side]
-        numbers, joined = arguments(ev, self.dot.ins[self.side], matrix, self.above)
-        numbers = self._below_layout(ev, numbers)
+        above = self.dot.ins[self.side]
+        numbers, joined = arguments(ev, above, matrix, self.above)
+        numbers = moved_below(self.find, ev, above, self.above, numbers)
         contracted = self.dot.params["dimension_numbers"][0][1 - self.side]
         kept = [a for k, a in enumerate(rows) if k not in set(map(int, contracted))]
         summed = frozenset(i for a in known.values() for i in flat_indices(a))
@@ -223,21 +225,6 @@ class _Product:
         return _Indices(
             tuple(kept), form, numbers, summed, {**joined, **of_scales}, known
         )
-
-    def _below_layout(
-        self, ev: RegionEvaluator, args: tuple[Index, ...]
-    ) -> tuple[Index, ...]:
-        """The indices of the program's array, from those of the stored numbers."""
-        g = self.find.graph
-        value = self.above.nodes[-1][1] if self.above.nodes else self.dot.ins[self.side]
-        while value != self.above.first:
-            node = g.node_of(value)
-            assert node is not None
-            moved = ev.moved(node, value, args)
-            if moved is None:
-                raise OverBudget("a layout of stored numbers that is not followed")
-            value, args = moved
-        return args
 
     def _is_whole(self, own: list[int]) -> bool:
         """Whether indices run over all stored numbers."""

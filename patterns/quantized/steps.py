@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from rewriter.algebra.canonicalize import TRANSPARENT
-from rewriter.algebra.normal_form import Index
+from rewriter.algebra.normal_form import Index, OverBudget
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import Refused
 from rewriter.ops.stored import FEW_BITS
@@ -239,6 +239,32 @@ def _under(find: Finder, value: int, prims: frozenset[str]) -> int:
         value = node.ins[0]
         node = find.graph.node_of(value)
     return value
+
+
+def moved_below(
+    find: Finder, ev: RegionEvaluator, value: int, steps: Steps, args: tuple[Index, ...]
+) -> tuple[Index, ...]:
+    """The indices of the program's array, from those of the numbers above a value.
+
+    Args:
+        find: The search.
+        ev: An evaluator.
+        value: What the steps end with.
+        steps: The steps.
+        args: The indices of what is below all of them.
+
+    Raises:
+        OverBudget: If the numbers are moved in a way that is not followed.
+    """
+    value = steps.nodes[-1][1] if steps.nodes else value
+    while value != steps.first:
+        node = find.graph.node_of(value)
+        assert node is not None
+        moved = ev.moved(node, value, args)
+        if moved is None:
+            raise OverBudget("a layout of stored numbers that is not followed")
+        value, args = moved
+    return args
 
 
 def behind(find: Finder, product: int, scaled: bool) -> Iterator[tuple[int, Steps]]:

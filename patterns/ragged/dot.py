@@ -199,4 +199,4 @@ def matrices_of(
 
 
 PATTERN = ReaderPattern(NAME, ANCHORS, propose)
-STORED = ReaderPattern(OF_STORED, RAGGED, propose_stored)
+STORED = ReaderPattern(OF_STORED, RAGGED, propose_stored, looks_above=True)

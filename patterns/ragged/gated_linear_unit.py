@@ -292,4 +292,6 @@ def read_stored(find: Finder, unit: Unit) -> Reading:
 
 
 PATTERN = ReaderPattern(NAME, RAGGED, propose, needs=frozenset({"mul"}))
-STORED = ReaderPattern(OF_STORED, RAGGED, propose_stored, needs=frozenset({"mul"}))
+STORED = ReaderPattern(
+    OF_STORED, RAGGED, propose_stored, needs=frozenset({"mul"}), looks_above=True
+)

@@ -7,18 +7,20 @@ numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from rewriter import _jax
 from rewriter.algebra.canonicalize import Evaluator, NeedSplit, kind_of
+from rewriter.algebra.emit import Emitter
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.emitted_anew import require_own
-from rewriter.find.reading import Reading, Refused, leaves_of
+from rewriter.find.reading import Operand, Reading, Refused, leaves_of
 from rewriter.find.reference import referenced
 from rewriter.ops.kernel import Spec, spec_of
 from rewriter.ops.op import Op
@@ -141,3 +143,33 @@ def traced_forms(
         if known is not None and kind_of(graph.dtype(value)) == "b":
             ev.given[value] = functools.partial(known.flag, name)
     return ev, graph.results
+
+
+def form_of_code(
+    graph: Graph,
+    reading: Reading,
+    operands: Mapping[str, Operand],
+    code: Callable[..., jax.Array],
+    known: Evaluator,
+) -> Callable[[tuple[Any, ...]], Any]:
+    """A function from index arguments to the form of code of some operands.
+
+    Args:
+        graph: The program.
+        reading: A reading in whose algebra the operands are.
+        operands: The operands by name.
+        code: A function of their arrays, by name.
+        known: The evaluator of their forms.
+    """
+    probe = dataclasses.replace(
+        reading, operands=operands, joined={}, times=None, plus=None, check_options={}
+    )
+    names = leaves_of(probe)
+
+    def run(*given: jax.Array) -> jax.Array:
+        emitter = Emitter(reading.algebra, dict(zip(names, given, strict=True)))
+        return code(**{n: o.array(emitter) for n, o in operands.items()})
+
+    traced = Graph(_jax.trace_flat(run, [graph.avals[v] for v in names]))
+    ev, (out,) = traced_forms(traced, probe, names, known)
+    return lambda args: ev.poly(out, args)

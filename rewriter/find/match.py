@@ -50,6 +50,7 @@ class Pattern(Protocol):
     dtypes: frozenset[Any]
     steps: tuple[Step, ...]
     above: frozenset[str]
+    looks_above: bool
     kernels: tuple[Kernel, ...]
 
     def propose(self, find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -71,6 +72,8 @@ class ReaderPattern:
         dtypes: If not empty, dtypes; such a program has an array of one of them.
         above: Primitives above a leaf that may belong to a larger site. A region with
             such a leaf is read anew, although it equals another one.
+        looks_above: Whether its sites reach above the leaves of another pattern's at
+            the same anchors. It is tried where regions are equal up to those leaves.
         of_rows: Whether its sites are values of rows, such as losses. Sums over rows
             too are then read as sums of such values.
     """
@@ -84,6 +87,7 @@ class ReaderPattern:
     dtypes: frozenset[Any] = frozenset()
     above: frozenset[str] = frozenset()
     of_rows: bool = False
+    looks_above: bool = False
 
     @property
     def op(self) -> Op:
@@ -211,7 +215,8 @@ def search(
             if repeated is not None:
                 matches += repeated[1]
                 continue
-            if like is not None and (pattern.name, like.anchor) in memory.nothing:
+            empty = like is not None and (pattern.name, like.anchor) in memory.nothing
+            if empty and not pattern.looks_above:
                 continue
             with _isolating_failures(find, pattern, node, failures):
                 matches += _at(find, pattern, node, memory)

@@ -81,6 +81,7 @@ class Pattern:
     above: ClassVar[frozenset[str]] = frozenset()
     dtypes: ClassVar[frozenset[str]] = frozenset()
     of_rows: ClassVar[bool] = False
+    looks_above: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

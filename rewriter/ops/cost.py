@@ -90,8 +90,13 @@ def of_mode(
     return {"forward": forward, "vjp": vjp, "forward_and_vjp": both}[mode]
 
 
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
+FOUR_BITS = ("int4", "uint4")
+"""Dtypes of which a byte of memory has two."""
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str) -> float:
+    size = 0.5 if dtype in FOUR_BITS else jnp.dtype(dtype).itemsize
+    return math.prod(shape) * size
 
 
 def _is_float(dtype: str) -> bool:

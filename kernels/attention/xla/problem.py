@@ -9,9 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
+from rewriter.kernels.attention.stored_form import added_to
 from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.xla.config import DEFAULT
 from rewriter.kernels.attention.xla.sizes import Sizes, sizes_of
+from rewriter.ops.stored import FEW_BITS
+from rewriter.ops.widening import applied
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +29,7 @@ AXES = {
     "kv_positions": "bs", "first_position": "bt", "last_position": "bt",
     "kv_lengths": "b", "offset": "b", "prefix": "b", "alibi": "n", "sinks": "n",
     "scale_factor": "", **dict.fromkeys(ARRAYS, "bnts"), **dict.fromkeys(TABLES, "bnr"),
+    "k_scale": "bskh", "k_zero": "bskh", "v_scale": "bske", "v_zero": "bske",
     "out": "btne", "cotangent": "btne", "lse": "bnt",
 }  # fmt: skip
 """Every array's axes. All but t and s of k, v, out and lse may have size 1."""
@@ -46,6 +50,8 @@ class Problem:
     out_dtype: Any
     wide: Any
     score: Score | None = None
+    widen_k: str | None = None
+    widen_v: str | None = None
 
     @property
     def visibility(self) -> Visibility:
@@ -57,6 +63,18 @@ class Problem:
         return jnp.full(shape, value, dtype) + self.zero.astype(dtype)
 
     def cut(self, name: str, at: dict[str, tuple[Any, int]]) -> Array:
+        """Returns an operand's slice at (start, size) by axis letter, widened."""
+        steps = {"k": self.widen_k, "v": self.widen_v}.get(name)
+        x = self.as_stored(name, at)
+        if steps is None:
+            return x
+        beside = {
+            what: self.as_stored(own, at) if own in self.arrays else None
+            for what, own in added_to(name).items()
+        }
+        return applied(x, steps, **beside)
+
+    def as_stored(self, name: str, at: dict[str, tuple[Any, int]]) -> Array:
         """Returns an operand's slice at (start, size) by axis letter."""
         x = self.arrays[name]
         starts, sizes = self.place(AXES[name], x.shape, at)
@@ -98,7 +116,8 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
     """Returns the problem of one call, from arrays and parameters by name."""
     params: dict[str, Any] = {
         "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
-        "empty_rows": "nan", "out_dtype": None, "score": None,
+        "empty_rows": "nan", "out_dtype": None, "score": None, "widen_k": None,
+        "widen_v": None,
     }  # fmt: skip
     arrays = {"q": q, "k": k, "v": v}
     sizes = sizes_of(q, k, given.pop("config", None) or DEFAULT)
@@ -108,7 +127,8 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
         elif value is not None:
             arrays[name] = value
     params["out_dtype"] = jnp.dtype(params["out_dtype"] or q.dtype)
-    wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
+    floats = [x.dtype for x in (q, k, v) if x.dtype.name not in FEW_BITS]
+    wide = jnp.promote_types(jnp.result_type(*floats), jnp.float32)
     # A zero that varies over the same mesh axes as the operands: inside
     # jax.shard_map a loop's first carry must vary as its last.
     zero = jnp.zeros((), wide)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.rows import anywhere
@@ -131,6 +129,7 @@ def unit(
         scales: [g, columns] for each array of matrices that is stored.
         **side: How matrices come into shared memory; see `combined`.
     """
+    from rewriter.kernels.ragged.dot.hopper import narrow
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
@@ -138,9 +137,8 @@ def unit(
 
     def branch(index: int, first: int = 0) -> Branch:
         scale = scales[index]
-        if scale is not None:
-            scale = scale[:, first : first + f].astype(jnp.float32)
-        return Branch(w[index], first, scale=scale)
+        within = () if scale is None else (narrow.rows(scale[:, first : first + f]),)
+        return Branch(w[index], first, within=within, of_groups=True)
 
     if use.halves:
         order = (0, f) if use.halves == "gate_up" else (f, 0)

@@ -6,7 +6,10 @@ first traced.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot.hopper import stored as of_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
@@ -96,8 +99,18 @@ def forward(
     """
     from rewriter.kernels.ragged.dot.hopper import narrow
 
-    how = residuals, config or Tiles(), (w_scale, w_up_scale)
-    return plain.unit(NAME, Use(**given), *how, matrices=narrow.side)
+    use = Use(**given)
+    scales = w_scale, w_scale if use.w_up is None else w_up_scale
+    if (scales[0] is None) != (scales[1] is None):  # both are scaled, or neither
+        scales = tuple(_ones(use) if s is None else s for s in scales)
+    steps = () if scales[0] is None else narrow.SCALED
+    side = functools.partial(narrow.side, steps=steps)
+    return plain.unit(NAME, use, residuals, config or Tiles(), scales, matrices=side)
+
+
+def _ones(use: Use) -> Array:
+    """Scales of matrices that have none."""
+    return jnp.ones((use.w.shape[0], use.w.shape[2]), jnp.float32)
 
 
 def backward(
@@ -131,7 +144,7 @@ KERNEL = anywhere(
         name="hopper",
         op=NAME,
         platforms=("cuda",),
-        version=1,
+        version=2,
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),

@@ -142,6 +142,27 @@ def test_simulated(case: str, tiles: Tiles, mode: str) -> None:
     close(got, want, "bfloat16")
 
 
+@pytest.mark.parametrize("scale", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tiles", [Tiles(), Tiles(64, 512, 2)], ids=str)
+def test_numbers_times_scales_are_rounded_as_in_the_program(
+    tiles: Tiles, mode: str, scale: str
+) -> None:
+    """Rows of the identity in each group give the matrices, bit by bit."""
+    k, n = 64, 384
+    given = make([k, k], 2 * k, k, n, mode, "bfloat16", "int8")
+    given["lhs"] = np.concatenate([np.eye(k, dtype="bfloat16")] * 2)
+    given["rhs_scale"] = given["rhs_scale"].astype(scale)
+    numbers = given["rhs"].swapaxes(1, 2) if mode == "transposed" else given["rhs"]
+    scales = given["rhs_scale"].astype(np.float32)[:, None]
+    want = (numbers.astype(np.float32) * scales).astype("bfloat16")
+    few = dataclasses.replace(tiles, programs=2)
+    with simulator.simulated_ragged_dot():
+        got = KERNEL.forward(**given, mode=mode, out_dtype="float32", config=few)
+    want = want.astype(np.float32).reshape(2 * k, n)
+    np.testing.assert_array_equal(np.asarray(got), want)
+
+
 def test_the_simulator_sees_places_that_are_read_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

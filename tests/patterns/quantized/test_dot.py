@@ -586,12 +586,6 @@ def of_few_bits_both(x, q, s):
 
 
 @alike
-def integers(x, q):
-    rows = jnp.clip(jnp.round(x.astype(F32) * 9), -127, 127).astype(jnp.int8)
-    return lax.dot(rows, q, preferred_element_type=jnp.int32)
-
-
-@alike
 def experts(x, layers, scales):
     w = layers.astype(BF) * scales.astype(BF)[:, None]
     return jnp.einsum("eck,ekn->ecn", x.reshape(2, K // 2, K), w)

@@ -135,18 +135,6 @@ def one_number(x, w, n, s):
 
 
 @spelling(SCALED)
-def divided(x, w, n, s):
-    wide = w.astype(jnp.float32) / (1 / s)[:, None]
-    return lax.ragged_dot(x, wide.astype(x.dtype), n)
-
-
-@spelling(SCALED)
-def two_scales(x, w, n, s):
-    wide = w.astype(jnp.float32) * s[:, None] * s[:, :1, None] * 10
-    return lax.ragged_dot(x, wide.astype(x.dtype), n)
-
-
-@spelling(SCALED)
 def packed(x, w, n, s):
     blocks = w.reshape(G, K // 32, 32, N).astype(jnp.float32) * s[:, None, None]
     return lax.ragged_dot(x, blocks.reshape(G, K, N).astype(x.dtype), n)
@@ -261,6 +249,24 @@ def scale_of_blocks_in_a_reshape(x, w, n, s):
 def scale_of_rows_of_matrices(x, w, n, s):
     scale = jnp.arange(K, dtype=x.dtype)[:, None]
     return lax.ragged_dot(x, w.astype(x.dtype) * scale, n)
+
+
+@alike("rounded otherwise")
+def divided(x, w, n, s):
+    wide = w.astype(jnp.float32) / (1 / s)[:, None]
+    return lax.ragged_dot(x, wide.astype(x.dtype), n)
+
+
+@alike("2 scales")
+def two_scales(x, w, n, s):
+    wide = w.astype(jnp.float32) * s[:, None] * s[:, :1, None] * 10
+    return lax.ragged_dot(x, wide.astype(x.dtype), n)
+
+
+@alike("rounded otherwise")
+def rounded_twice(x, w, n, s):
+    wide = (w.astype(jnp.float16) * s.astype(jnp.float16)[:, None]).astype(x.dtype)
+    return lax.ragged_dot(x, wide, n)
 
 
 @alike("not only multiplied")

@@ -27,7 +27,8 @@ class Branch:
         bias: float32 [n], added to each row of the product.
         scale: float32 [g, n], multiplied with each row of the product before the bias.
         within: Floats [z, n] each, joined to the matrix while it is widened: a row for
-            each z-th part of the summed axis.
+            each z-th part of the summed axis. [g, n] if `of_groups`.
+        of_groups: Whether `within` has a row for each group.
         split: Whether groups are parts of the summed axis of one matrix, in order:
             matrices are then [1, k, n], and rows [m, k / g].
     """
@@ -37,6 +38,7 @@ class Branch:
     bias: Any = None
     scale: Any = None
     within: tuple[Any, ...] = ()
+    of_groups: bool = False
     split: bool = False
 
 
@@ -88,7 +90,7 @@ class Side:
         copied: The part of it that copies fill: [stages, *place, ...].
         taken: ``taken(memory, slot, part, i, within)`` gives a warpgroup's part of the
             i-th step of a tile, [*place, ...], once its copies have come. `within`
-            holds the rows of its columns of `Branch.within`.
+            holds, by branch, the rows of its columns of `Branch.within`.
     """
 
     scratch: Any

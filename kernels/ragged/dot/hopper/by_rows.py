@@ -11,6 +11,7 @@ may be combined before they are stored, as for a gated linear unit.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,9 @@ def combined(
         outs = references[len(given) :]
         arrays, table = jax.tree.unflatten(tree, references[: len(given)])
         right = [
-            Branch(matrices, b.first, bias, scale, within, b.split)
+            dataclasses.replace(
+                b, matrices=matrices, bias=bias, scale=scale, within=within
+            )
             for b, (matrices, bias, scale, within) in zip(branches, arrays, strict=True)
         ]
         listed = tiles if table is None else schedule.Listed(table)
@@ -317,20 +320,25 @@ class _Block:
         lax.fori_loop(0, tile.steps, part, None)
 
     def within(self, tile: _Tile, before: Any, i: Any) -> tuple[Any, ...]:
-        """Returns what is joined to a warpgroup's columns of a step."""
-        branch, wide = self.branches[0], self.config.columns
+        """Returns what is joined to a warpgroup's columns of a step, by branch."""
+        wide = self.config.columns // len(self.branches)
 
-        def row(values: Any) -> Any:
+        def rows(branch: Branch) -> tuple[Any, ...]:
+            return tuple(row(branch, values) for values in branch.within)
+
+        def row(branch: Branch, values: Any) -> Any:
             groups, n = values.shape
             first = jnp.minimum(tile.column + before * wide, n - wide)
             across = pl.ds(pl.multiple_of(first, wide), wide)
             if groups == 1:
                 return values.at[0, across]
+            if branch.of_groups:
+                return values.at[tile.group, across]
             steps = self.steps * (self.tiles.groups if branch.split else 1)
             at = tile.group * self.steps + i
             return values.at[lax.div(at, jnp.int32(steps // groups)), across]
 
-        return tuple(map(row, branch.within))
+        return tuple(map(rows, self.branches))
 
     def product(
         self, tile: _Tile, step: Any, above: Any, before: Any, height: int

@@ -3,8 +3,7 @@
 The matrices are copied as they are. Each multiplying warpgroup widens its own part, one
 step at a time, while tensor cores still work on the step before. It reads the copy into
 registers and writes to one of two buffers that only it reads. So no warpgroup waits for
-another one. A scale for each column commutes with the sum, and is applied to the
-finished sums. Where a program rounds scaled numbers, they are scaled while widening.
+another one. Numbers are scaled while they are widened, and rounded as the program does.
 """
 
 from __future__ import annotations
@@ -14,14 +13,31 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.ragged.dot.hopper.branches import Side, part
+from rewriter.kernels.ragged.dot.hopper.branches import WIDE, Side, part
 from rewriter.kernels.ragged.dot.hopper.config import WARPGROUPS, Tiles
 from rewriter.kernels.shared import pallas_gpu
 
+SCALED = (("*", 0),)
+"""The steps of numbers with a scale, the only array of `Branch.within`."""
+
 PLACES = 2
 """The number of buffers for widened parts, used in turns."""
+
+
+MOST = 256
+"""The most columns of a warpgroup."""
+
+
+def rows(scale: Any) -> Any:
+    """Returns scales [g, n] for `Branch.within`, with columns that are a multiple.
+
+    So each warpgroup's columns begin at a multiple of their number.
+    """
+    scale = scale if scale.dtype.itemsize <= 4 else scale.astype(jnp.float32)
+    return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % MOST)))
 
 
 def side(
@@ -56,10 +72,14 @@ def side(
         # A warp has waited for its own part of the product that read this buffer; here
         # it waits for the other warps'.
         plgpu.commit_smem()
-        for piece in range(shape[0]) if branches > 1 else (Ellipsis,):
-            pallas_gpu.widened(
-                narrow.at[piece], wide.at[piece], steps, within, 0 if transposed else 1
-            )
+        if branches == 1:
+            axis = 0 if transposed else 1
+            pallas_gpu.widened(narrow, wide, steps, within[0], axis)
+        for piece in range(shape[0]) if branches > 1 else ():
+            branch, k = divmod(piece, shape[0] // branches)
+            across = pl.ds(k * WIDE, WIDE)
+            joined = [values.at[across] for values in within[branch]]
+            pallas_gpu.widened(narrow.at[piece], wide.at[piece], steps, joined)
         plgpu.commit_smem()
         return wide
 

@@ -6,6 +6,7 @@ first traced.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,7 @@ def forward(
     """Returns the ragged dot, as `reference` does, for supported uses.
 
     Products are exact in the float32 that they are summed in, so that `precision`
-    changes nothing; the sums are multiplied by the scale, and rounded once.
+    changes nothing. Numbers times their scale are rounded to the dtype of lhs.
 
     Operands are those of the op, and parameters are as in `reference`.
 
@@ -140,11 +141,13 @@ def forward(
 
     del precision
     turned = mode == "transposed"
-    scale = None if rhs_scale is None else rhs_scale.astype(jnp.float32)
+    scales = () if rhs_scale is None else (narrow.rows(rhs_scale),)
+    branch = Branch(rhs, within=scales, of_groups=True)
+    steps = narrow.SCALED if scales else ()
     (out,) = combined(
-        NAME, lhs, [Branch(rhs, scale=scale)], rhs.shape[1 if turned else 2],
-        group_sizes, [lambda product: product], jnp.dtype(out_dtype or lhs.dtype),
-        config or Tiles(), turned, narrow.side,
+        NAME, lhs, [branch], rhs.shape[1 if turned else 2], group_sizes,
+        [lambda product: product], jnp.dtype(out_dtype or lhs.dtype),
+        config or Tiles(), turned, functools.partial(narrow.side, steps=steps),
     )  # fmt: skip
     return (out, ()) if residuals else out
 
@@ -189,7 +192,7 @@ KERNEL = anywhere(
         name="hopper",
         op=NAME,
         platforms=("cuda",),
-        version=1,
+        version=2,
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),

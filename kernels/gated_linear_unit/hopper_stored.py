@@ -1,0 +1,256 @@
+"""Units of stored matrices on Hopper: both branches in one pass over the rows.
+
+The kernel is that of units of experts, with one group. Numbers are scaled while they
+are widened in shared memory, and rounded as the program rounds them. Scales behind the
+products are applied to the finished sums.
+
+Pallas takes half a second to import, so the kernel itself is imported where it is
+first traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.gated_linear_unit import stored
+from rewriter.kernels.gated_linear_unit.op import STORED
+from rewriter.kernels.gated_linear_unit.reference import combine
+from rewriter.kernels.gated_linear_unit.stored_form import ADDED
+from rewriter.kernels.quantized_dot.rounding import InFloat32, in_float32
+from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot
+from rewriter.kernels.ragged.dot.hopper.config import STEP
+from rewriter.kernels.ragged.dot.hopper.stored import Tiles as Tiles
+from rewriter.kernels.shared import gated_tiles
+from rewriter.kernels.shared.activations_hopper import ON_HOPPER
+from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.ops.stored import usual_steps
+from rewriter.ops.widening import JOINS
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
+
+NAME = STORED.name
+"""The name of the kernel in profiles."""
+
+BEHIND = "float32 *scale"
+"""The last steps of scales that may be applied to the sums."""
+
+
+def part_of(spec: Spec) -> Spec:
+    """Returns an array of matrices as a use of a ragged dot with one group."""
+    *rows, k = spec.shape("x")
+    return type(spec)(
+        ragged_dot.NAME,
+        (("lhs", (math.prod(rows), k)), ("rhs", (1, *spec.shape("w_gate"))),
+         ("group_sizes", (1,))),
+        (("lhs", spec.dtype("x")), ("rhs", spec.dtype("w_gate")),
+         ("group_sizes", "int32")),
+        (("mode", "forward"), ("out_dtype", spec.param("out_dtype"))),
+    )  # fmt: skip
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernel supports a use: 16-bit rows, 8-bit numbers."""
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known, but some are symbolic")
+    found = [
+        stored.supports(spec),
+        ragged_dot.supports(part_of(spec)),
+        gated_tiles.computes(str(spec.param("activation"))),
+    ]
+    if not all_of(YES, *found).ok:
+        return all_of(YES, *found)
+    if (f := stored.columns_of(spec)) % STEP:
+        found.append(no("f", f"a branch has {f} columns, not a multiple of {STEP}"))
+    if spec.has("w_up") and spec.dtype("w_up") != spec.dtype("w_gate"):
+        text = f"w_up is {spec.dtype('w_up')}, and w_gate {spec.dtype('w_gate')}"
+        found.append(no("dtype", text))
+    for name in ("rows_gate", "rows_up"):
+        if spec.has(name):
+            found.append(no(name, "addends for each row of a branch are not supported"))
+    groups = {_groups(spec, w, what) for w in ("w_gate", "w_up") for what in ADDED}
+    for z in groups - {1}:
+        if (size := spec.shape("x")[-1] // z) % STEP:
+            text = f"groups of {size} numbers, not a multiple of {STEP}"
+            found.append(no("groups", text))
+    how = steps_of(spec.param("widen"), *_added(spec), spec.dtype("x"))
+    if how is None or (how.behind and max(groups) > 1):
+        text = f"it does not compute the steps {spec.param('widen')!r}"
+        found.append(no("widen", text))
+    return all_of(YES, *found)
+
+
+def _groups(spec: Spec, matrix: str, what: str) -> int:
+    name = f"{matrix}_{what}"
+    return spec.shape(name)[0] if spec.has(name) else 1
+
+
+def _added(spec: Spec) -> tuple[bool, bool]:
+    scale, zero = (spec.has(f"w_gate_{what}") for what in ADDED)
+    return scale, zero
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How the kernel computes the steps of both matrices.
+
+    Attributes:
+        within: What it computes while it widens numbers.
+        behind: Whether the scale multiplies the sums.
+    """
+
+    within: InFloat32
+    behind: bool
+
+
+def steps_of(widen: str | None, scale: Any, zero: Any, dtype: str) -> Steps | None:
+    """Returns how the kernel computes some steps; None if it cannot.
+
+    Args:
+        widen: The steps; the usual ones if None.
+        scale: The scales, or whether there are some.
+        zero: The same for zero points.
+        dtype: The dtype of the rows.
+    """
+    if widen is None:
+        widen = usual_steps(scale, zero, dtype)
+    before = widen.removesuffix(BEHIND)
+    behind = before != widen and not any(s[0] in JOINS for s in before.split())
+    made = in_float32(before.strip() if behind else widen, dtype)
+    return made and Steps(made, behind)
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns no: it was not measured."""
+    del spec, platform
+    return no("measure", "not measured: chosen only by name")
+
+
+def default(spec: Spec, device: Device) -> Tiles:
+    """Returns the default config, that of a ragged dot."""
+    return ragged_dot.default(part_of(spec), device)
+
+
+def configs(spec: Spec, device: Device) -> list[Tiles]:
+    """Returns configs worth measuring, most promising first."""
+    made = ragged_dot.configs(part_of(spec), device)
+    return [config for config in made if fits(config, spec, device).ok]
+
+
+def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
+    """Returns whether tiles can run: as for a product, and both branches alike."""
+    found = [ragged_dot.fits(config, part_of(spec), device)]
+    if config.columns % (2 * STEP):
+        text = f"{config.columns} columns a warpgroup, not a multiple of {2 * STEP}"
+        found.append(no("block_n", text))
+    return all_of(YES, *found)
+
+
+def forward(
+    *,
+    x: Array,
+    w_gate: Array,
+    w_up: Array | None = None,
+    w_gate_scale: Array | None = None,
+    w_gate_zero: Array | None = None,
+    w_up_scale: Array | None = None,
+    w_up_zero: Array | None = None,
+    b_gate: Array | None = None,
+    b_up: Array | None = None,
+    widen: str | None = None,
+    halves: str | None = None,
+    precision: str | None = None,
+    out_dtype: str | None = None,
+    residuals: bool = False,
+    config: Tiles | None = None,
+    **joining: Any,
+) -> Any:
+    """Returns the result, as the reference does; there are no residuals.
+
+    Products of 16-bit numbers are exact in the float32 that they are summed in, so
+    that `precision` changes nothing.
+
+    Operands are those of the op, and parameters are as in `stored_form.computed`.
+
+    Args:
+        residuals: Whether to return ``(result, ())``.
+        config: The tiles; their columns are those of both branches.
+        **joining: How `combine` joins the branches.
+    """
+    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper.branches import Branch
+    from rewriter.kernels.ragged.dot.hopper.by_rows import combined
+
+    del precision
+    how = steps_of(widen, w_gate_scale, w_gate_zero, x.dtype.name)
+    assert how is not None
+    names = [name for name, _ in how.within.dtypes]
+    steps = [(s, names.index(v) if v in names else v) for s, v in how.within.steps]
+    f = w_gate.shape[1] // (1 if halves is None else 2)
+
+    def branch(
+        matrix: Array, first: int, scale: Any, zero: Any, bias: Array | None
+    ) -> Branch:
+        arrays = {
+            name: jnp.broadcast_to(
+                own, (own.shape[0], matrix.shape[1])
+            )[:, first : first + f]
+            for name, own in (("scale", scale), ("zero", zero))
+            if own is not None
+        }  # fmt: skip
+        # In the dtype in which the program joins them: the kernel casts to float32
+        # itself, since XLA would leave out a cast to 16 bits before it.
+        within = [arrays[name].astype(own) for name, own in how.within.dtypes]
+        return Branch(
+            matrix[None], first,
+            bias=None if bias is None else bias.astype(jnp.float32),
+            scale=arrays["scale"].astype(jnp.float32) if how.behind else None,
+            within=tuple(within),
+        )  # fmt: skip
+
+    gate = w_gate, w_gate_scale, w_gate_zero
+    up = gate if w_up is None else (w_up, w_up_scale, w_up_zero)
+    firsts = {None: (0, 0), "gate_up": (0, f), "up_gate": (f, 0)}[halves]
+    branches = [
+        branch(own[0], first, *own[1:], bias)
+        for own, first, bias in zip((gate, up), firsts, (b_gate, b_up), strict=True)
+    ]
+    joining |= {"slopes": (), "slopes_up": ()}  # of derivatives
+    join = functools.partial(combine, **joining, activations=ON_HOPPER)
+    rows = math.prod(x.shape[:-1])
+    (out,) = combined(
+        NAME, x.reshape(rows, -1), branches, f, None, [join],
+        jnp.dtype(out_dtype or x.dtype), config or Tiles(),
+        matrices=functools.partial(narrow.side, steps=steps),
+    )  # fmt: skip
+    out = out.reshape(*x.shape[:-1], f)
+    return (out, ()) if residuals else out
+
+
+backward = stored.backward
+"""The cotangent of x by XLA, block by block."""
+
+
+KERNEL = Kernel(
+    name="hopper",
+    op=NAME,
+    platforms=("cuda",),
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports, runs_on),
+    speed=Speed(profitable),
+    traits=Traits(memory_bounded=True, saves_out=False),
+    space=Space(Tiles, default, configs, fits),
+    backward_space=Space(stored.Block, stored.default, stored.configs),
+)

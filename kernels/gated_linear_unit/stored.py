@@ -1,0 +1,272 @@
+"""A gated linear unit that widens some columns of its stored matrices at a time.
+
+XLA writes both matrices in the dtype of the rows, and reads them again. This one loops
+over blocks of columns. It widens a block of each matrix, multiplies, and joins the two
+branches before it goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.kernels.gated_linear_unit.op import STORED
+from rewriter.kernels.gated_linear_unit.reference import branch, combine
+from rewriter.kernels.gated_linear_unit.stored_form import ADDED, matrix_of
+from rewriter.kernels.gated_linear_unit.xla import product
+from rewriter.kernels.shared import columns
+from rewriter.ops.activations import ACTIVATIONS
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import (
+    PLATFORMS,
+    Kernel,
+    Limits,
+    Space,
+    Spec,
+    Speed,
+    Traits,
+    saves_nothing,
+)
+from rewriter.support.verdict import YES, Verdict, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+BRANCHES = ("gate", "up")
+
+
+@dataclass(frozen=True)
+class Block:
+    """The config of both passes.
+
+    Attributes:
+        columns: Columns of each matrix that are widened at once.
+    """
+
+    columns: int = 256
+
+
+MOST = 1 << 19
+"""The most numbers of a block of one matrix, unless it has 64 columns."""
+
+
+def default(spec: Spec, device: Device) -> Block:
+    """Returns 256 columns, or fewer if many numbers would be widened at once."""
+    del device
+    k = spec.shape("x")[-1]
+    if not isinstance(k, int):
+        return Block()
+    return Block(min(Block().columns, max(64, MOST // max(k, 1) // 64 * 64)))
+
+
+def configs(spec: Spec, device: Device) -> list[Block]:
+    """Returns blocks worth measuring, of fewer columns than there are."""
+    own, f = default(spec, device), columns_of(spec)
+    return [Block(c) for c in (64, 128, 256, 1024) if c < f and c != own.columns]
+
+
+def columns_of(spec: Spec) -> int:
+    """Returns the columns of a branch."""
+    f = spec.shape("w_gate")[1]
+    return f if spec.param("halves") is None else f // 2
+
+
+def supports(spec: Spec) -> Verdict:
+    """Takes rows of floats, matrices of known sizes and a known activation."""
+    if not jnp.issubdtype(spec.dtype("x"), jnp.floating):
+        return no("dtype", f"x is {spec.dtype('x')}, not a float")
+    if any(not isinstance(d, int) for d in spec.shape("w_gate")):
+        return no("symbolic", "sizes of matrices must be known, but some are not")
+    if spec.param("activation") not in ACTIVATIONS:
+        return no("activation", f"{spec.param('activation')} is not known")
+    return YES
+
+
+PAYS_FROM = 1 << 23
+"""The fewest numbers of a matrix whose widened copy leaves the caches of a CPU."""
+
+ROWS = 64
+"""The most rows for which a CPU spends its time on the matrices, not on products."""
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns yes on a CPU for few rows and large matrices, as for a quantized dot."""
+    if platform != "cpu":
+        return no("platform", f"not measured to be faster than XLA on {platform}")
+    size = spec.shape("w_gate")[0] * columns_of(spec)
+    if size < PAYS_FROM:
+        text = f"matrices of {size >> 10} Ki numbers are so small that XLA is as fast"
+        return no("small", text)
+    rows = spec.shape("x")[:-1]
+    if any(not isinstance(d, int) for d in rows) or math.prod(rows) > ROWS:
+        return no("rows", f"more than {ROWS} rows, for which XLA is as fast")
+    return YES
+
+
+def forward(
+    *,
+    residuals: bool = False,
+    config: Block | None = None,
+    widen: str | None = None,
+    halves: str | None = None,
+    precision: str | None = None,
+    out_dtype: str | None = None,
+    **given: Any,
+) -> Any:
+    """Returns the result, as the reference does; there are no residuals.
+
+    Args:
+        residuals: Whether to return ``(result, ())``.
+        config: The block.
+        widen: As in `stored_form.computed`.
+        halves: As there.
+        precision: As there.
+        out_dtype: As there.
+        **given: Operands of the op, and how `combine` joins the branches.
+    """
+    use = _Use.of(given, widen, halves, precision)
+    joining = {**use.joining, "slopes": (), "slopes_up": ()}  # of derivatives
+    dtype = out_dtype or use.x.dtype
+
+    def block(first: Any, size: int) -> Array:
+        gate, up = (use.branch(b, first, size) for b in BRANCHES)
+        return combine(gate, up, **joining).astype(dtype)
+
+    out = columns.joined(block, use.columns, (config or Block()).columns)
+    return (out, ()) if residuals else out
+
+
+def backward(
+    *,
+    out: None = None,
+    residuals: tuple[()] = (),
+    cotangent: Array,
+    config: Block | None = None,
+    widen: str | None = None,
+    halves: str | None = None,
+    precision: str | None = None,
+    out_dtype: str | None = None,
+    **given: Any,
+) -> dict[str, Array]:
+    """Returns the cotangent of x; the reference computes those of other operands.
+
+    Args:
+        out: Not needed.
+        residuals: Empty.
+        cotangent: [..., f].
+        config: The block.
+        widen: As in `forward`.
+        halves: As in `forward`.
+        precision: As in `forward`.
+        out_dtype: Not needed.
+        **given: As in `forward`.
+    """
+    del out, residuals, out_dtype
+    use = _Use.of(given, widen, halves, precision)
+    wide = jnp.promote_types(use.x.dtype, jnp.float32)
+    nothing = jnp.zeros((math.prod(use.x.shape[:-1]), use.x.shape[-1]), wide)
+
+    def block(first: Any, size: int) -> Array:
+        matrices = [use.matrix(b, first, size) for b in BRANCHES]
+        branches = [
+            use.branch(b, first, size, w)
+            for b, w in zip(BRANCHES, matrices, strict=True)
+        ]
+        _, back = jax.vjp(functools.partial(combine, **use.joining), *branches)
+        own = lax.dynamic_slice_in_dim(cotangent, first, size, -1).astype(wide)
+        total = jnp.zeros_like(nothing)
+        for d, w in zip(back(own), matrices, strict=True):
+            narrow = jnp.result_type(use.x, w)
+            total += product(
+                d.reshape(-1, size), w, (1, 1), precision=precision, narrow=narrow,
+                wide=wide,
+            )  # fmt: skip
+        return total
+
+    total = columns.added(block, nothing, use.columns, (config or Block()).columns)
+    return {"x": total.reshape(use.x.shape).astype(use.x.dtype)}
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Operands and parameters of one call.
+
+    Attributes:
+        x: The rows.
+        arrays: The other operands by name.
+        joining: How `combine` joins the branches.
+        widen: The steps of both matrices.
+        firsts: The array of each branch, and its first column there.
+        columns: Columns of a branch.
+        precision: As in `jax.lax.dot`.
+    """
+
+    x: Array
+    arrays: Mapping[str, Array]
+    joining: Mapping[str, Any]
+    widen: str | None
+    firsts: Mapping[str, tuple[str, int]]
+    columns: int
+    precision: str | None
+
+    @classmethod
+    def of(
+        cls,
+        given: Mapping[str, Any],
+        widen: str | None,
+        halves: str | None,
+        precision: str | None,
+    ) -> _Use:
+        """Sorts what a kernel is given."""
+        arrays = {n: a for n, a in given.items() if n in STORED.names and a is not None}
+        joining = {n: a for n, a in given.items() if n not in STORED.names}
+        f = given["w_gate"].shape[1]
+        firsts = {b: (f"w_{b}", 0) for b in BRANCHES}
+        if halves is not None:
+            f //= 2
+            order = BRANCHES if halves == "gate_up" else BRANCHES[::-1]
+            firsts = {b: ("w_gate", i * f) for i, b in enumerate(order)}
+        x = arrays.pop("x")
+        return cls(x, arrays, joining, widen, firsts, f, precision)
+
+    def matrix(self, name: str, first: Any, size: int) -> Array:
+        """Returns some columns of a branch's matrix, widened: [k, size]."""
+        array, before = self.firsts[name]
+        own: dict[str, Any] = {"x": self.x}
+        for one in (array, *(f"{array}_{what}" for what in ADDED)):
+            if one in self.arrays:
+                own[one] = columns.taken(self.arrays[one], before + first, size)
+        return matrix_of(own, array, self.widen)
+
+    def branch(
+        self, name: str, first: Any, size: int, matrix: Array | None = None
+    ) -> Array:
+        """Returns some columns of a branch before its activation: [..., size]."""
+        if matrix is None:
+            matrix = self.matrix(name, first, size)
+        names = (f"b_{name}", f"rows_{name}")
+        added = [self.arrays[n] for n in names if n in self.arrays]
+        added = [columns.taken(a, first, size) for a in added]
+        return branch(self.x, matrix, added, self.precision)
+
+
+KERNEL = Kernel(
+    name="memory_bounded",
+    op=STORED.name,
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(profitable),
+    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
+    space=Space(Block, default, configs),
+    backward_space=Space(Block, default, configs),
+)

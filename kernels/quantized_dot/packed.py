@@ -1,0 +1,156 @@
+"""A dot of packed numbers of four bits that unpacks one block of columns at a time.
+
+XLA writes all numbers of one byte each, then the widened matrix, and reads it again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.quantized_dot.op import PACKED
+from rewriter.kernels.quantized_dot.packed_form import computed
+from rewriter.kernels.quantized_dot.packing import Packing, packing_of
+from rewriter.kernels.quantized_dot.reference import computed as of_numbers
+from rewriter.kernels.shared import columns
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import (
+    PLATFORMS,
+    Kernel,
+    Limits,
+    Space,
+    Spec,
+    Speed,
+    Traits,
+    saves_nothing,
+)
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+@dataclass(frozen=True)
+class Block:
+    """The config.
+
+    Attributes:
+        columns: Columns of the matrix that are unpacked at once; an even number.
+    """
+
+    columns: int = 256
+
+
+MOST = 1 << 20
+"""The most numbers of a block, unless it has 64 columns."""
+
+
+def default(spec: Spec, device: Device) -> Block:
+    """Returns 256 columns, or fewer if many numbers would be widened at once."""
+    del device
+    k = spec.shape("x")[-1]
+    if not isinstance(k, int):
+        return Block()
+    return Block(min(Block().columns, max(64, MOST // max(k, 1) // 64 * 64)))
+
+
+def configs(spec: Spec, device: Device) -> list[Block]:
+    """Returns blocks worth measuring, of fewer columns than there are."""
+    own, n = default(spec, device), _columns(spec)
+    return [Block(c) for c in (64, 256, 1024) if c < n and c != own.columns]
+
+
+def _packing(spec: Spec) -> Packing:
+    return packing_of(str(spec.param("packing")))
+
+
+def _columns(spec: Spec) -> int:
+    """Columns of the matrix."""
+    mode, packing = str(spec.param("mode")), _packing(spec)
+    n = spec.shape("w")[int(mode != "transposed")]
+    return 2 * n if packing.axis == "n" else n
+
+
+def supports(spec: Spec) -> Verdict:
+    """Takes rows of floats, and a matrix of known sizes."""
+    found = []
+    if not jnp.issubdtype(spec.dtype("x"), jnp.floating):
+        found.append(no("dtype", f"x is {spec.dtype('x')}, not a float"))
+    if any(not isinstance(d, int) for d in spec.shape("w")):
+        text = "sizes of the matrix must be known, but some are not"
+        found.append(no("symbolic", text))
+    packing = _packing(spec)
+    if packing.axis == "n" and packing.order == "halves":
+        text = "two columns in a byte lie half of the columns apart"
+        found.append(no("packing", text))
+    return all_of(YES, *found)
+
+
+PAYS_FROM = 1 << 23
+"""The fewest numbers of a matrix whose widened copy leaves the caches of a CPU."""
+
+ROWS = 64
+"""The most rows for which a CPU spends its time on the matrix, not on products."""
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns yes on a CPU for few rows and a large matrix, as for a quantized dot."""
+    if platform != "cpu":
+        return no("platform", f"not measured to be faster than XLA on {platform}")
+    size = 2 * math.prod(spec.shape("w"))
+    if size < PAYS_FROM:
+        text = f"a matrix of {size >> 10} Ki numbers is so small that XLA is as fast"
+        return no("small", text)
+    rows = spec.shape("x")[:-1]
+    if any(not isinstance(d, int) for d in rows) or math.prod(rows) > ROWS:
+        return no("rows", f"more than {ROWS} rows, for which XLA is as fast")
+    return YES
+
+
+def forward(
+    *,
+    w: Array,
+    packing: str,
+    mode: str = "forward",
+    w_scale: Array | None = None,
+    w_zero: Array | None = None,
+    residuals: bool = False,
+    config: Block | None = None,
+    **given: Any,
+) -> Any:
+    """Returns the result, rounded as the reference does; there are no residuals.
+
+    Operands are those of the op, and parameters are as in the reference.
+    """
+    across = int(mode != "transposed")
+    per_byte = 1 + (packing_of(packing).axis == "n")
+
+    def block(first: Any, size: int) -> Array:
+        own = columns.taken(w, first // per_byte, size // per_byte, across)
+        others = {
+            name: columns.taken(x, first, size)
+            for name, x in (("w_scale", w_scale), ("w_zero", w_zero))
+            if x is not None
+        }
+        how = {"packing": packing, "mode": mode, **given}
+        return computed(of_numbers, w=own, **others, **how)
+
+    n = w.shape[across] * per_byte
+    out = columns.joined(block, n, (config or Block()).columns)
+    return (out, ()) if residuals else out
+
+
+KERNEL = Kernel(
+    name="memory_bounded",
+    op=PACKED.name,
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    limits=Limits(supports),
+    speed=Speed(profitable),
+    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
+    space=Space(Block, default, configs),
+)

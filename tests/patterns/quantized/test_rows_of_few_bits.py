@@ -1,0 +1,332 @@
+"""Rows that a program rounds to 8 bits before it multiplies: products stay XLA's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import rewriter
+from rewriter.ops.stored import numbers_of
+
+NAME = "quantized_dot"
+M, K, N = 6, 64, 48
+R = np.random.default_rng(0)
+BF, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+E4, E5 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def drawn(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.asarray(numbers_of(jnp.asarray(R.standard_normal(shape), F32), dtype))
+
+
+GIVEN = {
+    "x": R.standard_normal((M, K)).astype("float32"),
+    "w": drawn((K, N), "int8"),
+    "u": drawn((K, N), "int8"),
+    "t": drawn((N, K), "int8"),
+    "w4": drawn((K, N), "int4"),
+    "e4": drawn((K, N), "float8_e4m3fn"),
+    "e5": drawn((K, N), "float8_e5m2"),
+    "s": R.uniform(0.01, 0.03, N).astype("float32"),
+    "norm": R.standard_normal(K).astype("float32"),
+    "fw": R.standard_normal((K, N)).astype("float32"),
+    "layers": drawn((2, K, K), "int8"),
+    "scales": R.uniform(0.001, 0.003, (2, K)).astype("float32"),
+}
+"""Arguments by their names in spellings."""
+
+SPELLINGS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {}
+ALIKE: dict[str, Callable[..., Any]] = {}
+
+
+def spelling(sums: str = "int32", **more: str) -> Callable[..., Any]:
+    """Keeps a program, and what is to be read off it."""
+
+    def keep(f: Callable[..., Any]) -> Callable[..., Any]:
+        SPELLINGS[f.__name__] = {"widen": "", "sums": sums, **more}, f
+        return f
+
+    return keep
+
+
+def alike(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps a program without a product of 8 bits by 8 bits."""
+    ALIKE[f.__name__] = f
+    return f
+
+
+def args_of(f: Callable[..., Any]) -> list[Any]:
+    names = f.__code__.co_varnames[: f.__code__.co_argcount]
+    return [jnp.asarray(GIVEN[name]) for name in names]
+
+
+def rounded(x: Any, axis: int | None = -1) -> tuple[Any, Any]:
+    """Rows in int8, and their scales."""
+    scale = jnp.max(jnp.abs(x), axis, keepdims=axis is not None) / 127
+    return jnp.clip(jnp.round(x / scale), -127, 127).astype(jnp.int8), scale
+
+
+def rounded_to(x: Any, dtype: Any) -> tuple[Any, Any]:
+    """An array in 8-bit floats, and its scale."""
+    most = float(jnp.finfo(dtype).max)
+    scale = jnp.max(jnp.abs(x)) / most
+    return jnp.clip(x / scale, -most, most).astype(dtype), scale
+
+
+def dot(x: Any, w: Any, sums: Any = I32) -> Any:
+    return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=sums)
+
+
+@spelling(behind="float32 *scale")
+def scale_of_columns_first(x, w, s):
+    q, m = rounded(x)
+    return (dot(q, w).astype(F32) * s) * m
+
+
+@spelling()
+def scale_of_rows_first(x, w, s):
+    q, m = rounded(x)
+    return (dot(q, w).astype(F32) * m * s).astype(BF)
+
+
+@spelling()
+def both_scales_at_once(x, w, s):
+    q, m = rounded(x)
+    return dot(q, w) * (m * s)
+
+
+@spelling(behind="float32 *scale")
+def one_scale_of_rows(x, w, s):
+    q, m = rounded(x, None)
+    return dot(q, w).astype(F32) * (m * s)
+
+
+@spelling(behind="float32 *scale bfloat16")
+def rounded_between(x, w, s):
+    q, m = rounded(x)
+    return (dot(q, w).astype(F32) * s).astype(BF) * m.astype(BF)
+
+
+@spelling(behind="float32 *scale")
+def by_floor(x, w, s):
+    m = jnp.max(jnp.abs(x), -1, keepdims=True) / 127.5
+    q = jnp.floor(x / m + 0.5)
+    return dot(jnp.clip(q, -128, 127).astype(jnp.int8), w).astype(F32) * s * m
+
+
+@spelling(behind="float32 *scale")
+def from_16_bits(x, w, s):
+    q, m = rounded(x.astype(BF).astype(F32))
+    return dot(q, w).astype(F32) * s * m
+
+
+@spelling(behind="float32 *scale")
+def behind_a_norm(x, norm, w, s):
+    x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * norm
+    q, m = rounded(x)
+    return dot(q, w).astype(F32) * s * m
+
+
+@spelling(behind="float32 *scale", mode="transposed")
+def transposed(x, t, s):
+    q, m = rounded(x)
+    y = lax.dot_general(q, t, (((1,), (1,)), ((), ())), preferred_element_type=I32)
+    return y.astype(F32) * s * m
+
+
+@spelling(behind="float32 *scale")
+def matrix_first(x, w, s):
+    q, m = rounded(x)
+    y = jnp.einsum("kn,bk->bn", w, q, preferred_element_type=I32)
+    return y.astype(F32) * s * m
+
+
+@spelling(behind="float32 *scale")
+def leading_axes(x, w, s):
+    q, m = rounded(x.reshape(2, 3, K))
+    y = jnp.einsum("abk,kn->abn", q, w, preferred_element_type=I32)
+    return y.astype(F32) * s * m
+
+
+@spelling(behind="float32 *scale")
+def in_a_jit(x, w, s):
+    q, m = jax.jit(rounded)(x)
+    return dot(q, w).astype(F32) * s * m
+
+
+@spelling(behind="float32 *scale")
+def layers_in_a_scan(x, layers, scales):
+    def layer(x, one):
+        w, s = one
+        q, m = rounded(x)
+        return dot(q, w).astype(F32) * s * m, None
+
+    return lax.scan(layer, x, (layers, scales))[0]
+
+
+@spelling("float32", behind="*scale")
+def of_e4m3(x, e4, s):
+    q, m = rounded_to(x, E4)
+    return dot(q, e4, F32) * s * m
+
+
+@spelling("bfloat16", behind="*scale")
+def of_e4m3_in_16_bits(x, e4, s):
+    q, m = rounded_to(x, E4)
+    return dot(q, e4, BF) * m.astype(BF)
+
+
+@spelling("float32", behind="*scale")
+def of_e4m3_and_e5m2(x, e5, s):
+    q, m = rounded_to(x, E4)
+    return dot(q, e5, F32) * s * m
+
+
+@alike
+def widened_again(x, w, s):
+    q, m = rounded(x)
+    return ((q.astype(F32) * m) @ (w.astype(F32) * s)).astype(BF)
+
+
+@alike
+def both_rounded_here(x, fw):
+    (q, m), (w, s) = rounded_to(x, E4), rounded_to(fw, E4)
+    return dot(q, w, F32) * (m * s)
+
+
+@alike
+def straight_through(x, fw):
+    q, m = rounded(x)
+    return (x + lax.stop_gradient(q.astype(F32) * m - x)) @ fw
+
+
+@alike
+def integers_by_casts(x, w):
+    q, m = rounded(x)
+    return (q.astype(I32) @ w.astype(I32)) * m
+
+
+def read(f: Callable[..., Any], **how: Any) -> Any:
+    report = rewriter.explain(f, **how)(*args_of(f))
+    assert not report.failures
+    return [s for s in report.sites if s.op == NAME]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling(name: str) -> None:
+    want, f = SPELLINGS[name]
+    (site,) = read(f, target="h100")
+    params = {n: x for n, x in site.params.items() if n != "mode" or x != "forward"}
+    assert {n: params[n] for n in want} == want
+    assert ("behind" in params) == ("behind" in want)
+    assert site.kernel == "xla"
+    kind = "int8_dot" if want["sums"] == "int32" else "fp8_dot"
+    assert kind in str(site.not_chosen) + str(rewriter.explain(f)(*args_of(f)))
+
+
+@pytest.mark.parametrize("names", [
+    ("scale_of_columns_first",),
+    pytest.param(None, marks=pytest.mark.once),
+])  # fmt: skip
+def test_numbers_are_exactly_those_of_the_program(names: Any) -> None:
+    every = {n: (f, args_of(f)) for n, (_, f) in SPELLINGS.items()}
+    every = {n: every[n] for n in names or every}
+    how = {"implementation": {NAME: "reference"}, "strict": True}
+    fast = {n: rewriter.optimize(f, **how) for n, (f, _) in every.items()}
+
+    @jax.jit
+    def both() -> Any:
+        return {n: (f(*args), fast[n](*args)) for n, (f, args) in every.items()}
+
+    for name, (want, got) in both().items():
+        assert want.dtype == got.dtype, name
+        np.testing.assert_array_equal(
+            np.asarray(got, "f8"), np.asarray(want, "f8"), err_msg=name
+        )
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ALIKE)
+def test_look_alike(name: str) -> None:
+    f = ALIKE[name]
+    assert not read(f, implementation={NAME: "reference"})
+
+
+@pytest.mark.once
+def test_gradients_of_a_straight_through_product_are_the_programs() -> None:
+    """Products of both passes in 8 bits, by a rule of the user's own."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        (q, m), (p, s) = rounded_to(x, E4), rounded_to(w, E4)
+        return dot(q, p, F32) * (m * s)
+
+    def forward(x, w):
+        return product(x, w), (x, w)
+
+    def backward(kept, g):
+        x, w = kept
+        (q, m), (p, s), (d, n) = (
+            rounded_to(y, e) for y, e in ((x, E4), (w, E4), (g, E5))
+        )
+        return dot(d, p.T, F32) * (n * s), dot(q.T, d, F32) * (m * n)
+
+    product.defvjp(forward, backward)
+    args = args_of(both_rounded_here)
+    loss = lambda x, w: jnp.square(product(x, w)).sum()
+    want = jax.jit(jax.grad(loss, (0, 1)))(*args)
+    for f in (
+        rewriter.optimize(jax.grad(loss, (0, 1))),
+        jax.jit(jax.grad(rewriter.optimize(loss), (0, 1))),
+    ):
+        for a, b in zip(f(*args), want, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.once
+def test_training_with_histories_of_the_largest_numbers() -> None:
+    """Flax's products in 8 bits: what is learned and the histories stay the same."""
+    linen = pytest.importorskip("flax.linen")
+    fp8 = pytest.importorskip("flax.linen.fp8_ops")
+    made = next(
+        (
+            getattr(fp8, n)
+            for n in ("Fp8DotGeneral", "Fp8DotGeneralOp")
+            if hasattr(fp8, n)
+        ),
+        None,
+    )
+    if made is None:
+        pytest.skip("this flax has no products in 8 bits")
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            dense = lambda n: linen.Dense(n, dot_general=made(), use_bias=False)
+            gate, up = dense(32)(x), dense(32)(x)
+            return dense(16)(jax.nn.silu(gate) * up)
+
+    model = Model()
+    x = jnp.asarray(R.standard_normal((8, 16)), F32)
+    state = model.init(jax.random.key(0), x)
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(state: Any) -> Any:
+            return jnp.square(model.apply(state, x)).mean()
+
+        return jax.value_and_grad(loss, allow_int=True)(state)
+
+    want = jax.jit(step)(state, x)
+    fast = rewriter.optimize(step)
+    assert not [s for s in fast.report(state, x).sites if s.op == NAME]
+    for a, b in zip(*map(jax.tree.leaves, (fast(state, x), want)), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, "f4"), np.asarray(b, "f4"), rtol=1e-5, atol=1e-6
+        )
