@@ -6,6 +6,7 @@ from rewriter.kernels.attention import (
     cudnn,
     hopper,
     hopper_decode,
+    hopper_stored,
     tpu,
     tpu_pages,
     xla,
@@ -28,7 +29,7 @@ _OF_ARRAYS = (
     with_positions(cudnn.KERNEL), with_positions(hopper.KERNEL),
     with_positions(hopper_decode.KERNEL), in_float32(with_positions(tpu.KERNEL)),
     in_float32(xla.KERNEL), in_float32(with_score.KERNEL),
-    in_float32(of_few_bits.KERNEL),
+    hopper_stored.KERNEL, in_float32(of_few_bits.KERNEL),
 )  # fmt: skip
 _OF_PAGES = (
     paged.KERNEL, in_float32(tpu_pages.KERNEL), in_float32(gathered.KERNEL),

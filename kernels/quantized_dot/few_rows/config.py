@@ -68,7 +68,8 @@ class Tiles:
         """
         if transposed:
             return self.columns
-        return 256 if "int4" in stored and self.columns % 256 == 0 else 128
+        wide = 256 if "int4" in stored and self.columns % 256 == 0 else 128
+        return min(wide, self.columns)
 
     def copies(self, width: int, arrays: int) -> int:
         """The number of copies of a step, if `arrays` are joined to the matrix."""

@@ -85,7 +85,7 @@ def multiply(
     )
     def run(context: Any, sums: Any, right: Any, left: Any, joined: Any) -> Any:
         del context
-        step = _Transposed if use.transposed else _Step
+        step = _Transposed if use.transposed else _ByRows if use.by_rows else _Step
         return step(use, right, joined, groups).added(sums, left)
 
     return run(list(sums), right, list(left), list(joined))
@@ -99,7 +99,7 @@ class _Step:
         config = use.config
         bits = 4 if "int4" in use.stored else 8
         self.right = address(right)
-        self.thread = _Thread()
+        self.thread = Thread()
         self.joined, self.groups = joined, groups
         self.known: dict[tuple[int, int, int], list[Any]] = {}
         self.wide = config.width(use.stored, use.transposed)
@@ -160,7 +160,9 @@ class _Step:
             void = ir.Type.parse("!llvm.void")
             text = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
             llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)
-            sums = list(fragments.optimization_barrier(*(x.value for x in after)))
+            values = [x.value for x in after]
+            held = fragments.optimization_barrier(*values)
+            sums = [held] if len(values) == 1 else list(held)
         return sums
 
     def operands(self, chunk: int) -> list[Any]:
@@ -236,7 +238,30 @@ class _Transposed(_Step):
                 yield i, half, pair, column, 1
 
 
-class _Thread:
+class _ByRows(_Step):
+    """The same where arrays of the steps have a value for each summed row."""
+
+    def values(self, array: int, row: int, column: int, count: int) -> list[Any]:
+        """The values of an array for the thread's two rows, once for each column."""
+        key = array, row, 0
+        if key not in self.known:
+            steps = self.use.steps
+            dtype = steps.dtypes[array]
+            size = jnp.dtype(dtype).itemsize
+            first = emit("mad.lo.u32 $0, $1, $2, $3;", [
+                self.thread.row_of_lane, constant(2 * size), address(self.joined[array])
+            ])  # fmt: skip
+            if dtype == "float32":
+                words = [load(first, row * size + 4 * i) for i in (0, 1)]
+                pair = tuple(emit("mov.b32 $0, $1;", [x], f32()) for x in words)
+            else:
+                word = load(first, row * size)
+                pair = word if steps.narrow else registers.floats(dtype, word)
+            self.known[key] = [pair]
+        return self.known[key] * count
+
+
+class Thread:
     """Where a thread lies in its warpgroup."""
 
     def __init__(self) -> None:
@@ -320,7 +345,7 @@ def store_sums(sums: Sequence[Any], partial: Any, use: Use) -> None:
     @plgpu.inline_mgpu(arg_types=([layout] * len(sums), plgpu.RefType()))
     def run(context: Any, sums: Any, partial: Any) -> None:
         del context
-        thread = _Thread()
+        thread = Thread()
         wide = use.config.width(use.stored)
         each = 1 if use.transposed else wide // 32
         first = thread.own_column() if use.transposed else thread.column(each)
@@ -406,7 +431,7 @@ def add_up(
             for base in bases:
                 first = emit("mad.lo.u32 $0, $1, 16, $2;", [place, base])
                 for w in range(warpgroups):
-                    more = _load_four(first, 16 * w * rows * (wide // 4))
+                    more = load_four(first, 16 * w * rows * (wide // 4))
                     sums = more if not sums else [
                         emit("add.rn.f32 $0, $1, $2;", pair, f32())
                         for pair in zip(sums, more, strict=True)
@@ -415,7 +440,7 @@ def add_up(
             sums = _joined(sums, steps, joined)
             last = turn == -(-quads // threads) - 1
             limit = quads - turn * threads if last else threads
-            _store_row(out, dtype, stride, row, quad, sums, thread, limit, m)
+            store_row(out, dtype, stride, row, quad, sums, thread, limit, m)
 
     run(partial, out, list(behind))
 
@@ -437,7 +462,7 @@ def _joined(
     return sums
 
 
-def _load_four(base: Any, offset: int) -> list[Any]:
+def load_four(base: Any, offset: int) -> list[Any]:
     """Four floats of shared memory, of this block or another one."""
     kind = llvm.StructType.get_literal([f32()] * 4)
     text = f"ld.shared::cluster.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
@@ -447,7 +472,7 @@ def _load_four(base: Any, offset: int) -> list[Any]:
     return [llvm.extractvalue(f32(), made, [i]) for i in range(4)]
 
 
-def _pointer(memory: Any) -> Any:
+def pointer(memory: Any) -> Any:
     wide = ir.IntegerType.get_signless(64)
     return llvm.ptrtoint(wide, mgpu.utils.memref_ptr(memory))
 
@@ -460,13 +485,13 @@ def _four_of(memory: Any, quad: Any) -> list[Any]:
         "ld.global.v4.f32 {$0, $1, $2, $3}, [x]; }"
     )
     made = llvm.inline_asm(
-        kind, [_pointer(memory), quad], text, "=&f,=&f,=&f,=&f,l,r",
+        kind, [pointer(memory), quad], text, "=&f,=&f,=&f,=&f,l,r",
         has_side_effects=True,
     )  # fmt: skip
     return [llvm.extractvalue(f32(), made, [i]) for i in range(4)]
 
 
-def _store_row(
+def store_row(
     out: Any, dtype: str, stride: int, row: Any, quad: Any, sums: list[Any],
     thread: Any, limit: int, m: int,
 ) -> None:  # fmt: skip
@@ -486,6 +511,6 @@ def _store_row(
         values, letters = [registers.packed(dtype, *p) for p in pairs], "r,r"
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(
-        void, [thread, row, quad, _pointer(out), *values], text,
+        void, [thread, row, quad, pointer(out), *values], text,
         f"r,r,r,l,{letters},~{{memory}}", has_side_effects=True,
     )  # fmt: skip

@@ -49,6 +49,8 @@ class Use:
         dtype: The result's dtype.
         config: The tiles.
         transposed: Whether the matrix is [n, k].
+        by_rows: Whether arrays of the steps have a value for each summed row instead of
+            each column.
     """
 
     steps: Steps
@@ -57,6 +59,7 @@ class Use:
     dtype: str
     config: Tiles
     transposed: bool = False
+    by_rows: bool = False
 
     @property
     def width(self) -> int:

@@ -210,7 +210,7 @@ def widened(pair: Any, steps: Steps, joined: Sequence[Any]) -> Any:
     Args:
         pair: The numbers, exactly, in the dtype of the steps.
         steps: The steps.
-        joined: For each array what `factor` gives for this column.
+        joined: For each array what `factors` gives for this column, or two numbers.
     """
     if not steps.steps:
         return pair
@@ -236,7 +236,8 @@ def in_float32(values: list[Any], sign: str, what: Any) -> list[Any]:
     if isinstance(what, float):
         what = mgpu.utils.c(what, f32())
     text = f"{VERBS[sign]}.rn.f32 $0, $1, $2;"
-    return [emit(text, [x, what], f32()) for x in values]
+    each = what if isinstance(what, tuple) else [what] * len(values)
+    return [emit(text, pair, f32()) for pair in zip(values, each, strict=True)]
 
 
 def twice(number: float, steps: Steps) -> Any:

@@ -1,0 +1,105 @@
+"""Tiles of attention to stored keys and values, and which are worth measuring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rewriter.kernels.quantized_dot.few_rows.config import BUSY, SPLITS
+from rewriter.kernels.shared.hopper import SHARED_MEMORY, processors
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
+
+KEYS = 64
+"""Keys of a block: the rows of a product of tensor cores."""
+
+ROWS = 64
+"""The most queries of a key head."""
+
+BARRIERS = 1 << 10
+"""Bytes for barriers."""
+
+LEAST = 8
+"""Blocks of keys that a warpgroup should have."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The config.
+
+    Attributes:
+        stages: Blocks of keys that shared memory holds, a multiple of `turns`.
+        turns: Warpgroups that compute, and take blocks of keys in turns.
+        splits: Blocks of threads that share a key head's queries.
+    """
+
+    stages: int = 8
+    turns: int = 4
+    splits: int = 1
+
+    def shared_memory(self, spec: Spec) -> int:
+        """Bytes of shared memory of a use."""
+        rows, h, e = queries(spec), spec.shape("q")[3], spec.shape("v")[3]
+        block = KEYS * (h + e + 8)
+        results = self.turns * rows * (4 * e + 2 * KEYS + 4 * 10)
+        return self.stages * block + results + 2 * rows * h + BARRIERS
+
+
+def queries(spec: Spec) -> int:
+    """Returns the queries of a key head, in eights."""
+    (_, t, n, _), heads = spec.shape("q"), spec.shape("k")[2]
+    return -(-t * (n // heads) // 8) * 8
+
+
+def default(spec: Spec, device: Device) -> Tiles:
+    """Returns the default config: most processors have a block of threads."""
+    b, s, heads, _ = spec.shape("k")
+    turns = 4 if queries(spec) <= 16 else 2
+    count = int(processors(device) * BUSY)
+    most = min(count // max(1, b * heads), -(-s // KEYS) // (LEAST * turns))
+    splits = max(x for x in SPLITS if x == 1 or x <= most)
+    return _with_stages(Tiles(8, turns, splits), spec)
+
+
+def _with_stages(config: Tiles, spec: Spec) -> Tiles:
+    """The config with as many of its stages as fit."""
+    for stages in range(config.stages, 0, -1):
+        made = replace(config, stages=stages)
+        fit = made.shared_memory(spec) <= SHARED_MEMORY
+        if stages % config.turns == 0 and fit:
+            return made
+    return replace(config, stages=config.turns)
+
+
+def configs(spec: Spec, device: Device) -> list[Tiles]:
+    """Returns configs worth measuring, most promising first."""
+    own = default(spec, device)
+    found = [own]
+    for change in (
+        {"turns": 2}, {"turns": 3, "stages": 9}, {"splits": 1}, {"splits": 2},
+        {"splits": 2 * own.splits}, {"stages": 12},
+    ):  # fmt: skip
+        found.append(_with_stages(replace(own, **change), spec))
+    return list(dict.fromkeys(found))
+
+
+def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config can run: shared memory, and turns of barriers."""
+    del device
+    found = [YES]
+    if config.stages % config.turns:
+        text = f"{config.stages} stages for {config.turns} warpgroups in turns"
+        found.append(no("stages", text))
+    if not 1 <= config.splits <= 8:
+        found.append(no("splits", f"{config.splits} blocks of a cluster, not 1 to 8"))
+    if (size := config.shared_memory(spec)) > SHARED_MEMORY:
+        text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
+        found.append(no("shared_memory", text))
+    most = {1: 64, 2: 64, 3: 32, 4: 16}.get(config.turns, 0)
+    if queries(spec) > most:
+        text = f"{config.turns} warpgroups have registers for {most} queries each"
+        found.append(no("registers", text))
+    return all_of(*found)

@@ -1,0 +1,241 @@
+"""What attention to stored keys and values does in instructions of its own.
+
+Scores are transposed: a row for each key and a column for each query. A thread has the
+rows ``16 w + q`` and the one 8 behind it, and the columns ``8 j + 2 t`` and the one
+behind it, as lane ``4 q + t`` of warp w.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from rewriter.kernels.quantized_dot.few_rows import registers
+from rewriter.kernels.quantized_dot.few_rows.instructions import (
+    Thread,
+    address,
+    load_four,
+    store_row,
+)
+from rewriter.kernels.quantized_dot.few_rows.registers import emit, f32
+from rewriter.kernels.shared import pallas_gpu
+
+TILE = pallas_gpu.ACCUMULATOR
+
+
+def over_keys(x: Any, scratch: Any, verb: str) -> Any:
+    """Returns the maximum or sum over all rows, in every row.
+
+    Args:
+        x: float32 [64, columns].
+        scratch: Shared memory float32 [4, columns], not the one of the last call.
+        verb: "max" or "add".
+    """
+    shape = x.shape
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE),
+    )
+    def run(context: Any, x: Any, scratch: Any) -> Any:
+        del context
+        name = "max.NaN.f32" if verb == "max" else "add.rn.f32"
+        both = lambda a, b: emit(f"{name} $0, $1, $2;", [a, b], f32())
+        thread, base = Thread(), address(scratch)
+        mine = emit("mad.lo.u32 $0, $1, 8, $2;", [thread.row_of_lane, base])
+        text = f"mad.lo.u32 $0, $1, {4 * shape[1]}, $2;"
+        place = emit(text, [thread.warp, mine])
+        registers_, count = x.registers, shape[1] // 8
+        for j in range(count):
+            for e in (0, 1):
+                value = both(_entry(x, 2 * j, e), _entry(x, 2 * j + 1, e))
+                for distance in (4, 8, 16):
+                    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+                    value = both(value, emit(text, [value], f32(), effects=True))
+                text = (
+                    "{ .reg .pred first; setp.eq.u32 first, $0, 0;"
+                    f" @first st.shared.f32 [$1+{32 * j + 4 * e}], $2; }}"
+                )
+                _do(text, [thread.column_of_lane, place, value], "r,r,f,~{memory}")
+        mgpu.warpgroup_barrier()
+        made = registers_.copy()
+        flat = made.reshape(-1)
+        kind = ir.VectorType.get((2,), f32())
+        for j in range(count):
+            pair = llvm.mlir_undef(kind)
+            for e in (0, 1):
+                total = None
+                for warp in range(4):
+                    offset = 4 * shape[1] * warp + 32 * j + 4 * e
+                    text = f"ld.shared.f32 $0, [$1+{offset}];"
+                    value = emit(text, [mine], f32(), effects=True)
+                    total = value if total is None else both(total, value)
+                place = mgpu.utils.c(e, registers.i32())
+                pair = llvm.insertelement(pair, total, place)
+            flat[2 * j] = flat[2 * j + 1] = pair
+        return mgpu.FragmentedArray(
+            _registers=flat.reshape(made.shape), _layout=x.layout, _is_signed=None
+        )
+
+    return run(x, scratch)
+
+
+def store_weights(x: Any, place: Any) -> None:
+    """Stores weights, rounded and transposed, where tensor cores read them.
+
+    They may do so after a `plgpu.commit_smem`.
+
+    Args:
+        x: float32 [64, queries].
+        place: Shared memory [queries, 64], 16 bits, `pallas_gpu.tiles`.
+    """
+    kind = plgpu.RefType(pallas_gpu.transforms(place.dtype))
+    short = registers.SHORT[jnp.dtype(place.dtype).name]
+
+    @plgpu.inline_mgpu(arg_types=(TILE, kind))
+    def run(context: Any, x: Any, place: Any) -> None:
+        del context
+        thread, base = Thread(), address(place)
+        for e in (0, 1):
+            for half in (0, 1):
+                text = (
+                    "{ .reg .b32 row, piece;\n"
+                    f"shl.b32 row, $3, 1; add.u32 row, row, {e};\n"
+                    f"shl.b32 piece, $1, 1; add.u32 piece, piece, {half};\n"
+                    "xor.b32 piece, piece, row; shl.b32 piece, piece, 4;\n"
+                    "mad.lo.u32 piece, row, 128, piece;\n"
+                    "mad.lo.u32 piece, $2, 2, piece; add.u32 $0, piece, $4; }"
+                )
+                given = [thread.warp, thread.column_of_lane, thread.row_of_lane, base]
+                first = emit(text, given)
+                for j in range(x.shape[1] // 8):
+                    value = _entry(x, 2 * j + half, e)
+                    text = (
+                        f"{{ .reg .b16 x; cvt.rn.{short}.f32 x, $1;"
+                        f" st.shared.b16 [$0+{1024 * j}], x; }}"
+                    )
+                    _do(text, [first, value], "r,f,~{memory}")
+
+    run(x, place)
+
+
+def store_columns(x: Any, place: Any) -> None:
+    """Stores the first row.
+
+    Args:
+        x: float32 [64, columns].
+        place: Shared memory float32 [columns].
+    """
+
+    @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
+    def run(context: Any, x: Any, place: Any) -> None:
+        del context
+        thread = Thread()
+        mine = emit("mad.lo.u32 $0, $1, 8, $2;", [thread.row_of_lane, address(place)])
+        text = "or.b32 $0, $1, $2;"
+        other = emit(text, [thread.warp, thread.column_of_lane])
+        for j in range(x.shape[1] // 8):
+            for e in (0, 1):
+                text = (
+                    "{ .reg .pred first; setp.eq.u32 first, $0, 0;"
+                    f" @first st.shared.f32 [$1+{32 * j + 4 * e}], $2; }}"
+                )
+                _do(text, [other, mine, _entry(x, 2 * j, e)], "r,r,f,~{memory}")
+
+    run(x, place)
+
+
+def combine(partial: Any, stats: Any, out: Any, splits: int, zero: bool) -> None:
+    """Adds up results of all warpgroups of all blocks of a cluster, and stores them.
+
+    Args:
+        partial: Shared memory float32 [warpgroups, queries, columns], of every block.
+        stats: Shared memory float32 [warpgroups, 2, queries]: maxima in units of
+            log(2), and sums of weights.
+        out: Global memory [rows, columns], rows at most the queries.
+        splits: Blocks of a cluster.
+        zero: Whether queries without keys are 0, and not NaN.
+    """
+    rows, dtype = out.shape[0], jnp.dtype(out.dtype).name
+    warpgroups, queries, wide = partial.shape
+    plain = plgpu.RefType()
+
+    @plgpu.inline_mgpu(arg_types=(plain, plain, plain))
+    def run(context: Any, partial: Any, stats: Any, out: Any) -> None:
+        del context
+        stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
+        thread = emit("mov.u32 $0, %tid.x;", [], effects=True)
+        rank = emit("mov.u32 $0, %cluster_ctarank;", [], effects=True)
+        threads, every = 128 * (warpgroups + 1), rows * wide // 4
+        quads = -(-every // splits)
+        bases = [
+            [
+                emit(f"mapa.shared::cluster.u32 $0, $1, {r};", [address(x)])
+                for x in (partial, stats)
+            ]
+            for r in range(splits)
+        ]
+        two = lambda name, a, b: emit(f"{name} $0, $1, $2;", [a, b], f32())
+        for turn in range(-(-quads // threads)):
+            text = "{ .reg .b32 x; add.u32 x, $1, " + (
+                f"{turn * threads}; min.u32 x, x, {quads - 1};"
+                f" mad.lo.u32 x, $2, {quads}, x; min.u32 $0, x, {every - 1}; }}"
+            )
+            place = emit(text, [thread, rank])
+            row = emit(f"div.u32 $0, $1, {wide // 4};", [place])
+            quad = emit(f"rem.u32 $0, $1, {wide // 4};", [place])
+            found = []
+            for base, own in bases:
+                at = emit("mad.lo.u32 $0, $1, 4, $2;", [row, own])
+                first = emit("mad.lo.u32 $0, $1, 16, $2;", [place, base])
+                for w in range(warpgroups):
+                    top, total = (
+                        emit(
+                            f"ld.shared::cluster.f32 $0, [$1+{4 * queries * i}];",
+                            [at], f32(), effects=True,
+                        )
+                        for i in (2 * w, 2 * w + 1)
+                    )  # fmt: skip
+                    found.append((top, total, first, 4 * w * queries * wide))
+            highest = found[0][0]
+            for top, *_ in found[1:]:
+                highest = two("max.NaN.f32", highest, top)
+            total, sums = None, None
+            for top, mine, first, offset in found:
+                fade = emit(
+                    "{ .reg .f32 x; sub.rn.f32 x, $1, $2; ex2.approx.ftz.f32 $0, x; }",
+                    [top, highest], f32(),
+                )  # fmt: skip
+                mine = two("mul.rn.f32", mine, fade)
+                parts = [two("mul.rn.f32", x, fade) for x in load_four(first, offset)]
+                total = mine if total is None else two("add.rn.f32", total, mine)
+                sums = parts if sums is None else [
+                    two("add.rn.f32", a, b) for a, b in zip(sums, parts, strict=True)
+                ]  # fmt: skip
+            made = [two("div.rn.f32", x, total) for x in sums]
+            if zero:
+                text = (
+                    "{ .reg .pred none; setp.eq.f32 none, $2, 0fFF800000;"
+                    " selp.f32 $0, 0f00000000, $1, none; }"
+                )
+                made = [emit(text, [x, highest], f32()) for x in made]
+            last = turn == -(-quads // threads) - 1
+            limit = quads - turn * threads if last else threads
+            store_row(out, dtype, stride, row, quad, made, thread, limit, rows)
+
+    run(partial, stats, out)
+
+
+def _entry(array: Any, register: int, entry: int) -> Any:
+    """A number of a register of a tile."""
+    return vector.extract(array.registers.flat[register], [], [entry])
+
+
+def _do(text: str, given: list[Any], letters: str) -> None:
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, given, text, letters, has_side_effects=True)

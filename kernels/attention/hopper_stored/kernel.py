@@ -1,0 +1,272 @@
+"""Few queries against many keys of 8 bits on Hopper GPUs: each number is read once.
+
+A block of threads has a part of the keys that one key head's queries see. Its last
+warpgroup copies 64 keys and values at a time. The others take these in turns. Each
+widens numbers in registers, from where tensor cores multiply them, and keeps a running
+softmax of its own. Blocks of the same queries are a cluster: in the end they add up the
+results of all. Sources: Dao et al., "Flash-Decoding for long-context inference" (2023).
+
+Scores are transposed, with a row for each key: so keys and values are the operands that
+tensor cores take from registers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper_stored import instructions
+from rewriter.kernels.attention.hopper_stored.config import KEYS, Tiles
+from rewriter.kernels.quantized_dot.few_rows import instructions as stored
+from rewriter.kernels.quantized_dot.few_rows.config import CHUNK
+from rewriter.kernels.quantized_dot.few_rows.kernel import PART, Use
+from rewriter.kernels.shared import pallas_gpu
+
+if TYPE_CHECKING:
+    from jax import Array
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One use of the kernel.
+
+    Attributes:
+        heads: Key heads.
+        rows: Rows of a key head's queries that are stored.
+        scale: The factor of scores.
+        zero: Whether queries without keys give 0, and not NaN.
+        axes: The letters of the axes of keys and values: p for sequences, z for
+            positions and k for heads.
+        keys: How keys are widened.
+        values: How values are widened.
+        factors: The names of scales that multiply scores, ``"k"``, and weights, ``"v"``.
+        dtype: The result's dtype.
+        config: The tiles.
+    """
+
+    heads: int
+    rows: int
+    scale: float
+    zero: bool
+    axes: str
+    keys: Use
+    values: Use
+    factors: tuple[str, ...]
+    dtype: str
+    config: Tiles
+
+
+def attention(p: Problem, named: dict[str, Array]) -> Array:
+    """Returns attention [b * heads, rows, e].
+
+    Args:
+        p: The problem.
+        named: ``q`` [b * heads, queries, h], queries in eights; ``k`` and ``v`` by
+            `Problem.axes`; ``limits`` int32 [b, 3, queries]: the first and the last key
+            that a query sees, and 1 if all keys count the same; ``blocks`` int32 [b, 2]:
+            the first block of keys, and the one behind the last; ``k_scale`` and
+            ``v_scale`` [b * heads, s], if present.
+    """
+    pairs, queries, h = named["q"].shape
+    e, config = named["v"].shape[3], p.config
+    stages = config.stages
+    wide = {"k": h, "v": e}
+    scratch: dict[str, Any] = {
+        "q_tiles": pallas_gpu.tiles((h // CHUNK, queries, CHUNK), named["q"].dtype),
+        "p_tiles": pallas_gpu.tiles((config.turns, queries, KEYS), named["q"].dtype),
+        "reduced": plgpu.SMEM((config.turns, 2, 4, queries), jnp.float32),
+        "partial": plgpu.SMEM((config.turns, queries, e), jnp.float32),
+        "stats": plgpu.SMEM((config.turns, 2, queries), jnp.float32),
+        "q_ready": pallas_gpu.barriers(1, h // CHUNK),
+    }
+    for x in "kv":
+        own = f"{x}_scale"
+        scratch[f"{x}_tiles"] = pallas_gpu.tiles(
+            (stages, 1, KEYS, wide[x]), named[x].dtype
+        )
+        if own in named:
+            scratch[own] = plgpu.SMEM((stages, 1, KEYS), named[own].dtype)
+        scratch[f"{x}_ready"] = pallas_gpu.barriers(stages, 1 + (own in named))
+        scratch[f"{x}_free"] = pallas_gpu.barriers(stages)
+    out = [jax.ShapeDtypeStruct((pairs, p.rows, e), p.dtype)]
+
+    def body(*references: Any, **memory: Any) -> None:
+        given = dict(zip((*named, "out"), references, strict=True))
+        _Block(p, given, memory).run()
+
+    return pallas_gpu.kernel(
+        body, "attention_stored", out, scratch, pairs, config.turns + 1,
+        config.splits, PART,
+    )(*named.values())[0]  # fmt: skip
+
+
+class _Block:
+    """The work of one block of threads."""
+
+    def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
+        self.p, self.given, self.x = p, given, memory
+        self.pair = lax.axis_index(pallas_gpu.PROGRAM)
+        self.sequence = lax.div(self.pair, jnp.int32(p.heads))
+        self.head = self.pair - self.sequence * p.heads
+        low, high = (pallas.scalar(given["blocks"], self.sequence, i) for i in (0, 1))
+        splits = p.config.splits
+        part = lax.axis_index(PART) if splits > 1 else jnp.int32(0)
+        count = high - low
+        self.first = low + lax.div(part * count, jnp.int32(splits))
+        self.end = low + lax.div((part + 1) * count, jnp.int32(splits))
+
+    def run(self) -> None:
+        """Runs this warpgroup's part."""
+        warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
+        computes = warpgroup < self.p.config.turns
+
+        @pallas_gpu.when(computes)
+        def _() -> None:
+            self.compute(warpgroup)
+
+        @pallas_gpu.when(jnp.logical_not(computes))
+        def _() -> None:
+            self.copy()
+
+        stored.meet()
+        instructions.combine(
+            self.x["partial"], self.x["stats"], self.given["out"].at[self.pair],
+            self.p.config.splits, self.p.zero,
+        )  # fmt: skip
+        if self.p.config.splits > 1:
+            stored.meet()  # no block ends while another one reads its results
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.p.config.stages))
+
+    # ------------------------------------------------------------------ copying
+    def copy(self) -> None:
+        """Fills shared memory as it becomes free."""
+        x = self.x
+        for i in range(x["q_tiles"].shape[0]):
+            plgpu.copy_gmem_to_smem(
+                self.given["q"].at[self.pair, :, pl.ds(CHUNK * i, CHUNK)],
+                x["q_tiles"].at[i], x["q_ready"].at[0],
+            )  # fmt: skip
+
+        def one(i: Any, _: Any) -> None:
+            slot = self.slot(i)
+            key = pl.multiple_of((self.first + i) * KEYS, KEYS)
+            at = {"p": self.sequence, "k": self.head, "z": pl.ds(key, KEYS)}
+            for name in "kv":
+                ready = x[f"{name}_ready"].at[slot]
+                plgpu.barrier_wait(x[f"{name}_free"].at[slot])
+                plgpu.copy_gmem_to_smem(
+                    self.given[name].at[tuple(at[a] for a in self.p.axes[:3])],
+                    x[f"{name}_tiles"].at[slot, 0], ready,
+                )  # fmt: skip
+                if f"{name}_scale" in self.given:
+                    plgpu.copy_gmem_to_smem(
+                        self.given[f"{name}_scale"].at[self.pair, pl.ds(key, KEYS)],
+                        x[f"{name}_scale"].at[slot, 0], ready,
+                    )  # fmt: skip
+
+        lax.fori_loop(0, self.end - self.first, one, None)
+
+    # ---------------------------------------------------------------- computing
+    def compute(self, turn: Any) -> None:
+        """Computes every so manieth block of keys."""
+        p, x = self.p, self.x
+        turns, stages = p.config.turns, p.config.stages
+        for slot in range(stages):
+            mine = turn == slot % turns
+
+            @pallas_gpu.when(mine)
+            def _(slot: int = slot) -> None:
+                for name in ("k_free", "v_free"):
+                    plgpu.barrier_arrive(x[name].at[slot])
+
+        plgpu.barrier_wait(x["q_ready"].at[0])
+        queries, e = x["q_tiles"].shape[1], x["partial"].shape[2]
+        shape = (KEYS, queries)
+        limits = [
+            pallas.across(
+                pallas.read(self.given["limits"].at[self.sequence, i], pallas.COLUMNS),
+                shape,
+            )
+            for i in range(3)
+        ]
+
+        def one(i: Any, carry: Any) -> Any:
+            return self.add(turn, turn + i * turns, i, limits, carry)
+
+        zeros = [pallas_gpu.zeros((64, queries))] * (1 + e // 64)
+        top = pallas.zeros(shape, -jnp.inf)
+        own = self.end - self.first - turn + turns - 1
+        count = lax.div(own, jnp.int32(turns))
+        top, total, *out = lax.fori_loop(0, count, one, (top, *zeros))
+        out = lax.optimization_barrier(out)
+        total = instructions.over_keys(
+            total, x["reduced"].at[turn, lax.rem(count, jnp.int32(2))], "add"
+        )
+        stored.store_sums(out, x["partial"].at[turn], p.values)
+        for i, value in enumerate((top, total)):
+            instructions.store_columns(value, x["stats"].at[turn, i])
+
+    def add(self, turn: Any, step: Any, i: Any, limits: Any, carry: Any) -> Any:
+        """Adds the values of a block of keys."""
+        top, total, *out = carry
+        p, x, slot = self.p, self.x, self.slot(step)
+        shape = top.shape
+        plgpu.barrier_wait(x["k_ready"].at[slot])
+        tiles = [x["q_tiles"].at[c] for c in range(x["q_tiles"].shape[0])]
+        (scores,) = stored.multiply(
+            [pallas_gpu.zeros(shape)], x["k_tiles"].at[slot], tiles,
+            self.joined("k", slot), [CHUNK * len(tiles)] * len(self.joined("k", slot)),
+            p.keys,
+        )  # fmt: skip
+        scores = scores * (p.scale * LOG2E)
+        if "k" in p.factors:
+            scores = scores * self.factor("k", slot, shape)
+        plgpu.barrier_arrive(x["k_free"].at[slot])
+        first, last, same = limits
+        key = pallas.along(pallas.row_positions(KEYS), shape)
+        key = key + (self.first + step) * KEYS
+        scores = jnp.where(same > 0, 0.0, scores)
+        scores = jnp.where((key >= first) & (key <= last), scores, -jnp.inf)
+        place = x["reduced"].at[turn, lax.rem(i, jnp.int32(2))]
+        higher = jnp.maximum(top, instructions.over_keys(scores, place, "max"))
+        least = jnp.where(higher == -jnp.inf, 0.0, higher)
+        weights = jnp.exp2(scores - least)
+        fade = jnp.exp2(top - least)
+        total = total * fade + weights
+        plgpu.barrier_wait(x["v_ready"].at[slot])
+        if "v" in p.factors:
+            weights = weights * self.factor("v", slot, shape)
+        instructions.store_weights(weights, x["p_tiles"].at[turn])
+        plgpu.commit_smem()
+        joined = self.joined("v", slot)
+        out = stored.multiply(
+            [o * fade for o in out], x["v_tiles"].at[slot], [x["p_tiles"].at[turn]],
+            joined, [1] * len(joined), p.values,
+        )  # fmt: skip
+        plgpu.barrier_arrive(x["v_free"].at[slot])
+        return higher, total, *out
+
+    def joined(self, name: str, slot: Any) -> list[Any]:
+        """What is joined to numbers while they are widened."""
+        own = f"{name}_scale"
+        if own not in self.given or name in self.p.factors:
+            return []
+        return [self.x[own].at[slot]]
+
+    def factor(self, name: str, slot: Any, shape: Any) -> Any:
+        """The factor of each key."""
+        line = self.x[f"{name}_scale"].at[slot, 0]
+        values = pallas_gpu.loaded(line, pallas.ROWS, optimized=False)
+        return pallas.along(values.astype(jnp.float32), shape)
