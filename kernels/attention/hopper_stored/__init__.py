@@ -60,7 +60,7 @@ READ = 0.8
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether it supports a use: few queries of 16 bits, 8 bits for each key."""
+    """Returns whether it supports a use: few queries, keys and values of 8 bits."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     found = [importable("jax.experimental.pallas.mosaic_gpu")]
@@ -190,7 +190,7 @@ def _limits(
     b: int, t: int, s: int, group: int, count: int, window: Any, shift: int,
     offset: Array | None, lengths: Array | None, empty_rows: str,
 ) -> dict[str, Array]:  # fmt: skip
-    """The keys that queries see, and the blocks of keys that some query sees."""
+    """``limits`` of `kernel.attention`."""
     at = jnp.arange(t, dtype=jnp.int32)[None] + shift
     at = at if offset is None else at + offset.astype(jnp.int32)[:, None]
     see = Visibility(t, s, *window)
@@ -210,8 +210,11 @@ def _limits(
     high = jnp.clip(last.max(1) // KEYS + 1, low, -(-s // KEYS))
     each = [jnp.repeat(x.astype(jnp.int32), group, 1) for x in (first, last, same)]
     fill = ((0, 0), (0, count - t * group))
-    padded = [jnp.pad(x, fill, constant_values=c) for x, c in zip(each, (0, -1, 0))]
-    return {"limits": jnp.stack(padded, 1), "blocks": jnp.stack([low, high], 1)}
+    padded = [
+        jnp.pad(x, fill, constant_values=c)
+        for x, c in zip(each, (0, -1, 0), strict=True)
+    ]
+    return {"limits": jnp.concatenate([*padded, low[:, None], high[:, None]], 1)}
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:

@@ -33,12 +33,14 @@ class Tiles:
     Attributes:
         stages: Blocks of keys that shared memory holds, a multiple of `turns`.
         turns: Warpgroups that compute, and take blocks of keys in turns.
-        splits: Blocks of threads that share a key head's queries.
+        splits: Blocks of threads of a cluster, which share a key head's queries.
+        parts: Clusters that share them. Their results are merged by XLA.
     """
 
     stages: int = 8
     turns: int = 4
     splits: int = 1
+    parts: int = 1
 
     def shared_memory(self, spec: Spec) -> int:
         """Bytes of shared memory of a use."""
@@ -61,7 +63,8 @@ def default(spec: Spec, device: Device) -> Tiles:
     count = int(processors(device) * BUSY)
     most = min(count // max(1, b * heads), -(-s // KEYS) // (LEAST * turns))
     splits = max(x for x in SPLITS if x == 1 or x <= most)
-    return _with_stages(Tiles(8, turns, splits), spec)
+    parts = max(1, most // splits) if splits == max(SPLITS) else 1
+    return _with_stages(Tiles(8, turns, splits, parts), spec)
 
 
 def _with_stages(config: Tiles, spec: Spec) -> Tiles:
@@ -79,8 +82,9 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
     own = default(spec, device)
     found = [own]
     for change in (
-        {"turns": 2}, {"turns": 3, "stages": 9}, {"splits": 1}, {"splits": 2},
-        {"splits": 2 * own.splits}, {"stages": 12},
+        {"turns": 2}, {"turns": 3, "stages": 9}, {"turns": 2, "stages": 4},
+        {"splits": 1, "parts": 1}, {"parts": 2 * own.parts}, {"splits": 2},
+        {"splits": 2, "stages": 4, "turns": 2},
     ):  # fmt: skip
         found.append(_with_stages(replace(own, **change), spec))
     return list(dict.fromkeys(found))
@@ -95,6 +99,8 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
         found.append(no("stages", text))
     if not 1 <= config.splits <= 8:
         found.append(no("splits", f"{config.splits} blocks of a cluster, not 1 to 8"))
+    if config.parts < 1:
+        found.append(no("parts", f"{config.parts} clusters, not one or more"))
     if (size := config.shared_memory(spec)) > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))

@@ -150,7 +150,9 @@ def store_columns(x: Any, place: Any) -> None:
     run(x, place)
 
 
-def combine(partial: Any, stats: Any, out: Any, splits: int, zero: bool) -> None:
+def combine(
+    partial: Any, stats: Any, out: Any, lse: Any, splits: int, zero: bool
+) -> None:
     """Adds up results of all warpgroups of all blocks of a cluster, and stores them.
 
     Args:
@@ -158,15 +160,18 @@ def combine(partial: Any, stats: Any, out: Any, splits: int, zero: bool) -> None
         stats: Shared memory float32 [warpgroups, 2, queries]: maxima in units of
             log(2), and sums of weights.
         out: Global memory [rows, columns], rows at most the queries.
+        lse: None, or global memory float32 [rows], for base-2 logarithms of the sums of
+            exponentials.
         splits: Blocks of a cluster.
         zero: Whether queries without keys are 0, and not NaN.
     """
     rows, dtype = out.shape[0], jnp.dtype(out.dtype).name
     warpgroups, queries, wide = partial.shape
     plain = plgpu.RefType()
+    more = [] if lse is None else [lse]
 
-    @plgpu.inline_mgpu(arg_types=(plain, plain, plain))
-    def run(context: Any, partial: Any, stats: Any, out: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plain, plain, plain, [plain] * len(more)))
+    def run(context: Any, partial: Any, stats: Any, out: Any, more: Any) -> None:
         del context
         stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
         thread = emit("mov.u32 $0, %tid.x;", [], effects=True)
@@ -227,8 +232,17 @@ def combine(partial: Any, stats: Any, out: Any, splits: int, zero: bool) -> None
             last = turn == -(-quads // threads) - 1
             limit = quads - turn * threads if last else threads
             store_row(out, dtype, stride, row, quad, made, thread, limit, rows)
+            for target in more:
+                text = (
+                    "{ .reg .pred first; .reg .f32 x; .reg .b64 a;\n"
+                    "setp.eq.u32 first, $1, 0; lg2.approx.f32 x, $2;"
+                    " add.rn.f32 x, x, $3; mad.wide.u32 a, $0, 4, $4;\n"
+                    "@first st.global.f32 [a], x; }"
+                )
+                given = [row, quad, total, highest, pointer(target)]
+                _do(text, given, "r,r,f,f,l,~{memory}")
 
-    run(partial, stats, out)
+    run(partial, stats, out, more)
 
 
 def _entry(array: Any, register: int, entry: int) -> Any:

@@ -49,7 +49,8 @@ class Problem:
             positions and k for heads.
         keys: How keys are widened.
         values: How values are widened.
-        factors: The names of scales that multiply scores, ``"k"``, and weights, ``"v"``.
+        factors: ``"k"`` if scales of keys multiply scores, and ``"v"`` if those of values
+            multiply weights.
         dtype: The result's dtype.
         config: The tiles.
     """
@@ -67,15 +68,15 @@ class Problem:
 
 
 def attention(p: Problem, named: dict[str, Array]) -> Array:
-    """Returns attention [b * heads, rows, e].
+    """Returns attention [b * heads, rows, e], `Problem.dtype`.
 
     Args:
         p: The problem.
         named: ``q`` [b * heads, queries, h], queries in eights; ``k`` and ``v`` by
-            `Problem.axes`; ``limits`` int32 [b, 3, queries]: the first and the last key
-            that a query sees, and 1 if all keys count the same; ``blocks`` int32 [b, 2]:
-            the first block of keys, and the one behind the last; ``k_scale`` and
-            ``v_scale`` [b * heads, s], if present.
+            `Problem.axes`; ``limits`` int32 [b, 3 queries + 2]; ``k_scale`` and
+            ``v_scale`` [b * heads, s], if present. Limits are for each query the first
+            and the last key that it sees, and 1 if all keys count the same. Then follow
+            the first block of keys, and the one behind the last.
     """
     pairs, queries, h = named["q"].shape
     e, config = named["v"].shape[3], p.config
@@ -99,15 +100,31 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
         scratch[f"{x}_ready"] = pallas_gpu.barriers(stages, 1 + (own in named))
         scratch[f"{x}_free"] = pallas_gpu.barriers(stages)
     out = [jax.ShapeDtypeStruct((pairs, p.rows, e), p.dtype)]
+    parts = config.parts
+    if parts > 1:
+        out = [
+            jax.ShapeDtypeStruct((pairs * parts, *x), jnp.float32)
+            for x in ((p.rows, e), (p.rows,))
+        ]
 
     def body(*references: Any, **memory: Any) -> None:
-        given = dict(zip((*named, "out"), references, strict=True))
-        _Block(p, given, memory).run()
+        names = (*named, "out", "lse")[: len(references)]
+        _Block(p, dict(zip(names, references, strict=True)), memory).run()
 
-    return pallas_gpu.kernel(
-        body, "attention_stored", out, scratch, pairs, config.turns + 1,
+    made, *lse = pallas_gpu.kernel(
+        body, "attention_stored", out, scratch, pairs * parts, config.turns + 1,
         config.splits, PART,
-    )(*named.values())[0]  # fmt: skip
+    )(*named.values())  # fmt: skip
+    if not lse:
+        return made
+    made, logs = (x.reshape(pairs, parts, *x.shape[1:]) for x in (made, *lse))
+    top = logs.max(1, keepdims=True)
+    weights = jnp.exp2(logs - jnp.where(top == -jnp.inf, 0.0, top))[..., None]
+    seen = jnp.where(weights > 0, made, 0.0)  # a part without keys is not finite
+    total = (seen * weights).sum(1) / weights.sum(1)
+    if p.zero:
+        total = jnp.where(weights.sum(1) == 0, 0.0, total)
+    return total.astype(p.dtype)
 
 
 class _Block:
@@ -115,13 +132,19 @@ class _Block:
 
     def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
         self.p, self.given, self.x = p, given, memory
-        self.pair = lax.axis_index(pallas_gpu.PROGRAM)
+        parts = jnp.int32(p.config.parts)
+        self.program = lax.axis_index(pallas_gpu.PROGRAM)
+        self.pair = lax.div(self.program, parts)
         self.sequence = lax.div(self.pair, jnp.int32(p.heads))
         self.head = self.pair - self.sequence * p.heads
-        low, high = (pallas.scalar(given["blocks"], self.sequence, i) for i in (0, 1))
+        last = given["limits"].shape[1]
+        low, high = (
+            pallas.scalar(given["limits"], self.sequence, last - i) for i in (2, 1)
+        )
         splits = p.config.splits
-        part = lax.axis_index(PART) if splits > 1 else jnp.int32(0)
-        count = high - low
+        part = (self.program - self.pair * parts) * splits
+        part = part + lax.axis_index(PART) if splits > 1 else part
+        count, splits = high - low, splits * p.config.parts
         self.first = low + lax.div(part * count, jnp.int32(splits))
         self.end = low + lax.div((part + 1) * count, jnp.int32(splits))
 
@@ -140,7 +163,8 @@ class _Block:
 
         stored.meet()
         instructions.combine(
-            self.x["partial"], self.x["stats"], self.given["out"].at[self.pair],
+            self.x["partial"], self.x["stats"], self.given["out"].at[self.program],
+            self.given["lse"].at[self.program] if "lse" in self.given else None,
             self.p.config.splits, self.p.zero,
         )  # fmt: skip
         if self.p.config.splits > 1:
@@ -196,7 +220,10 @@ class _Block:
         shape = (KEYS, queries)
         limits = [
             pallas.across(
-                pallas.read(self.given["limits"].at[self.sequence, i], pallas.COLUMNS),
+                pallas.read(
+                    self.given["limits"].at[self.sequence, pl.ds(i * queries, queries)],
+                    pallas.COLUMNS,
+                ),
                 shape,
             )
             for i in range(3)

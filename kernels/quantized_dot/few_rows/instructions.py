@@ -363,10 +363,11 @@ def store_sums(sums: Sequence[Any], partial: Any, use: Use) -> None:
                     for i, entry in enumerate(entries):
                         _store(base, offset + 256 * (i // 2) + 32 * (i % 2), [entry])
                     continue
-                for i in range(0, len(entries), 4):
+                once = min(each, 4)
+                for i in range(0, len(entries), once):
                     tile, at = divmod(i, each)
                     place = offset + 4 * (tile * wide + at)
-                    _store(base, place, entries[i : i + 4])
+                    _store(base, place, entries[i : i + once])
 
     run(list(sums), partial)
 
@@ -380,8 +381,9 @@ def _entry(array: Any, register: int, entry: int) -> Any:
 def _store(base: Any, offset: int, values: Sequence[Any]) -> None:
     void = ir.Type.parse("!llvm.void")
     text = f"st.shared.f32 [$0+{offset}], $1;"
-    if len(values) == 4:
-        text = f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"
+    if len(values) > 1:
+        names = ", ".join(f"${i + 1}" for i in range(len(values)))
+        text = f"st.shared.v{len(values)}.f32 [$0+{offset}], {{{names}}};"
     letters = "r" + ",f" * len(values) + ",~{memory}"
     llvm.inline_asm(void, [base, *values], text, letters, has_side_effects=True)
 
@@ -473,6 +475,7 @@ def load_four(base: Any, offset: int) -> list[Any]:
 
 
 def pointer(memory: Any) -> Any:
+    """Returns the address of global memory."""
     wide = ir.IntegerType.get_signless(64)
     return llvm.ptrtoint(wide, mgpu.utils.memref_ptr(memory))
 

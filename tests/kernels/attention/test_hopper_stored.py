@@ -123,7 +123,9 @@ USES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("config", [None, Tiles(2, 2, 1), Tiles(6, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "config", [None, Tiles(2, 2), Tiles(6, 2, 3), Tiles(4, 2, 2, 3)], ids=str
+)
 @pytest.mark.parametrize("widen", [BEHIND, NARROW, ONCE])
 @pytest.mark.parametrize("name", USES)
 def test_numbers(name: str, widen: str, config: Tiles | None) -> None:
