@@ -20,6 +20,7 @@ from rewriter.kernels.quantized_dot.few_rows.instructions import (
     Thread,
     address,
     load_four,
+    pointer,
     store_row,
 )
 from rewriter.kernels.quantized_dot.few_rows.registers import emit, f32

@@ -49,8 +49,8 @@ class Problem:
             positions and k for heads.
         keys: How keys are widened.
         values: How values are widened.
-        factors: ``"k"`` if scales of keys multiply scores, and ``"v"`` if those of values
-            multiply weights.
+        factors: ``"k"`` if scales of keys multiply scores, and ``"v"`` if those of
+            values multiply weights.
         dtype: The result's dtype.
         config: The tiles.
     """

@@ -93,6 +93,7 @@ def test_lowers_on_a_cpu(widen: str, t: int) -> None:
 
 
 # ------------------------------------------------------------------------- on a GPU
+CONFIGS = [None, Tiles(2, 2), Tiles(6, 2, 3), Tiles(4, 2, 2, 3)]
 LENGTHS = np.array([300, 77], "int32")
 USES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all keys": ({}, {}),
