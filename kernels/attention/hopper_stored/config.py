@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.quantized_dot.few_rows.config import BUSY, SPLITS
 from rewriter.kernels.shared.hopper import SHARED_MEMORY, processors
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -22,8 +21,8 @@ ROWS = 64
 BARRIERS = 1 << 10
 """Bytes for barriers."""
 
-LEAST = 8
-"""Blocks of keys that a warpgroup should have."""
+LEAST = 16
+"""Blocks of keys that a block of threads should have."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Tiles:
         parts: Clusters that share them. Their results are merged by XLA.
     """
 
-    stages: int = 8
-    turns: int = 4
+    stages: int = 4
+    turns: int = 2
     splits: int = 1
     parts: int = 1
 
@@ -57,14 +56,20 @@ def queries(spec: Spec) -> int:
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the default config: most processors have a block of threads."""
+    """Returns the default config: two blocks of threads fit into a processor.
+
+    On an H100, 32 heads of keys of 32768 tokens took 109 µs in four parts each, 113 as
+    clusters of two in two parts, and 135 as clusters of three.
+    """
     b, s, heads, _ = spec.shape("k")
-    turns = 4 if queries(spec) <= 16 else 2
-    count = int(processors(device) * BUSY)
-    most = min(count // max(1, b * heads), -(-s // KEYS) // (LEAST * turns))
-    splits = max(x for x in SPLITS if x == 1 or x <= most)
-    parts = max(1, most // splits) if splits == max(SPLITS) else 1
-    return _with_stages(Tiles(8, turns, splits, parts), spec)
+    blocks = -(-s // KEYS) // LEAST
+    need = max(1, min(processors(device) // max(1, b * heads), blocks))
+    splits = 3 if need >= MANY else 1
+    return _with_stages(Tiles(4, 2, splits, need // splits), spec)
+
+
+MANY = 8
+"""Blocks of threads of the same queries from which on clusters add up first."""
 
 
 def _with_stages(config: Tiles, spec: Spec) -> Tiles:
@@ -82,9 +87,8 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
     own = default(spec, device)
     found = [own]
     for change in (
-        {"turns": 2}, {"turns": 3, "stages": 9}, {"turns": 2, "stages": 4},
+        {"turns": 4}, {"turns": 4, "stages": 8}, {"turns": 3, "stages": 9},
         {"splits": 1, "parts": 1}, {"parts": 2 * own.parts}, {"splits": 2},
-        {"splits": 2, "stages": 4, "turns": 2},
     ):  # fmt: skip
         found.append(_with_stages(replace(own, **change), spec))
     return list(dict.fromkeys(found))

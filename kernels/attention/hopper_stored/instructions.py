@@ -235,9 +235,10 @@ def combine(
             store_row(out, dtype, stride, row, quad, made, thread, limit, rows)
             for target in more:
                 text = (
-                    "{ .reg .pred first; .reg .f32 x; .reg .b64 a;\n"
+                    "{ .reg .pred first, none; .reg .f32 x; .reg .b64 a;\n"
                     "setp.eq.u32 first, $1, 0; lg2.approx.f32 x, $2;"
                     " add.rn.f32 x, x, $3; mad.wide.u32 a, $0, 4, $4;\n"
+                    "setp.eq.f32 none, $3, 0fFF800000; selp.f32 x, $3, x, none;\n"
                     "@first st.global.f32 [a], x; }"
                 )
                 given = [row, quad, total, highest, pointer(target)]
