@@ -23,7 +23,6 @@ from rewriter.kernels.attention.hopper_stored.config import (
 from rewriter.kernels.attention.op import STORED
 from rewriter.kernels.attention.stored_form import STEPS
 from rewriter.kernels.attention.visibility import Visibility
-from rewriter.kernels.attention.xla import stored as by_xla
 from rewriter.kernels.quantized_dot.rounding import SIXTEEN, in_float32
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
@@ -53,17 +52,17 @@ BEHIND = "float32 *scale"
 """The steps of numbers whose scales multiply scores and weights."""
 
 XLA = (0.5, 0.235)
-"""The share of the bandwidth at which XLA reads numbers of one sequence, and of more."""
+"""The share of the bandwidth at which XLA reads one sequence's numbers, and more."""
 
 READ = 0.85
 """That of this kernel. Measured and modelled on an H100, 8 heads of keys, 32 of queries
 (``tests/bench/results/quantized_cache_h100.json``; µs)::
 
     sequences  tokens   as written   this kernel
-            1   32768      48   48      42   34
-            4   32768     401  383     109  113
-           16    4096     207  193      59   61
-           64    4096     756  762     213  218
+            1   32768      46   48      42   34
+            4   32768     401  383     110  113
+           16    4096     207  193      60   61
+           64    4096     756  762     215  218
 """
 
 
@@ -130,7 +129,7 @@ def forward(
     shift: int = 0,
     empty_rows: str = "nan",
     out_dtype: str | None = None,
-    config: Tiles,
+    config: Tiles | None = None,
     swapped: tuple[str, ...] = (),
     **rest: Any,
 ) -> Array:
@@ -139,7 +138,7 @@ def forward(
     Operands are those of the op, and parameters are as in its reference.
 
     Args:
-        config: The tiles.
+        config: The tiles; those for few queries if absent.
         swapped: Operands whose heads lie before positions in memory. Both k and v are
             read so if both are among them, without a copy.
         **rest: Parameters that supported uses leave at their defaults.
@@ -180,7 +179,7 @@ def forward(
     out = out_dtype or q.dtype.name
     p = Problem(
         heads, rows, scale, empty_rows in ZERO, axes, uses["k"], uses["v"],
-        tuple(factors), jnp.dtype(out).name, config,
+        tuple(factors), jnp.dtype(out).name, config or Tiles(),
     )  # fmt: skip
     made = attention(p, given).reshape(b, heads, t, group, e)
     return made.transpose(0, 2, 1, 3, 4).reshape(b, t, n, e)
@@ -244,7 +243,6 @@ KERNEL = Kernel(
     platforms=("cuda",),
     version=1,
     forward=forward,
-    backward=by_xla.backward,
     limits=Limits(supports, runs_on),
     speed=Speed(by_estimate, by_rule=False, estimate=estimate),
     traits=Traits(memory_bounded=True, swaps=(("k", 1, 2), ("v", 1, 2))),

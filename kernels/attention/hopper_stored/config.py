@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rewriter.kernels.quantized_dot.few_rows.config import BUSY
 from rewriter.kernels.shared.hopper import SHARED_MEMORY, processors
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -63,9 +64,12 @@ def default(spec: Spec, device: Device) -> Tiles:
     """
     b, s, heads, _ = spec.shape("k")
     blocks = -(-s // KEYS) // LEAST
-    need = max(1, min(processors(device) // max(1, b * heads), blocks))
-    splits = 3 if need >= MANY else 1
-    return _with_stages(Tiles(4, 2, splits, need // splits), spec)
+    count, pairs = processors(device), max(1, b * heads)
+    splits = 1
+    if min(count // pairs, blocks) >= MANY:
+        count, splits = int(count * BUSY), 3
+    parts = max(1, min(count // pairs, blocks) // splits)
+    return _with_stages(Tiles(4, 2, splits, parts), spec)
 
 
 MANY = 8
