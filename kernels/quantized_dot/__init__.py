@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.quantized_dot import hopper, packed, xla
+from rewriter.kernels.quantized_dot import few_rows, hopper, packed, xla
 from rewriter.kernels.quantized_dot.op import OP as OP
 from rewriter.kernels.quantized_dot.op import PACKED as PACKED
 
 OPS = (OP, PACKED)
 
-KERNELS = (hopper.KERNEL, xla.KERNEL, packed.KERNEL)
+KERNELS = (few_rows.KERNEL, hopper.KERNEL, xla.KERNEL, packed.KERNEL)
