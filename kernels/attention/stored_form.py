@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from rewriter.ops.op import Op, Operand, Sharding
 from rewriter.ops.stored import FEW_BITS, LEVELS, numbers_of
-from rewriter.ops.widening import applied
+from rewriter.ops.widening import applied, param_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rewriter.ops.cost import Cost, Dtypes, Shapes
     from rewriter.ops.kernel import Spec
 
-STEPS = {"k": "widen_k", "v": "widen_v"}
+STEPS = {name: param_of(name) for name in "kv"}
 """The parameter with the steps of keys and of values; None where they are floats."""
 
 ADDED = ("scale", "zero")

@@ -30,7 +30,7 @@ from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.ops.stored import usual_steps
-from rewriter.ops.widening import JOINS
+from rewriter.ops.widening import JOINS, all_columns
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def supports(spec: Spec) -> Verdict:
         if (size := spec.shape("x")[-1] // z) % STEP:
             text = f"groups of {size} numbers, not a multiple of {STEP}"
             found.append(no("groups", text))
-    how = steps_of(spec.param("widen"), *_added(spec), spec.dtype("x"))
+    kinds = spec.dtype("x"), spec.dtype("w_gate")
+    how = steps_of(spec.param("widen"), *_added(spec), *kinds)
     if how is None or (how.behind and max(groups) > 1):
         text = f"it does not compute the steps {spec.param('widen')!r}"
         found.append(no("widen", text))
@@ -113,7 +114,9 @@ class Steps:
     behind: bool
 
 
-def steps_of(widen: str | None, scale: Any, zero: Any, dtype: str) -> Steps | None:
+def steps_of(
+    widen: str | None, scale: Any, zero: Any, dtype: str, kind: str
+) -> Steps | None:
     """Returns how the kernel computes some steps; None if it cannot.
 
     Args:
@@ -121,13 +124,22 @@ def steps_of(widen: str | None, scale: Any, zero: Any, dtype: str) -> Steps | No
         scale: The scales, or whether there are some.
         zero: The same for zero points.
         dtype: The dtype of the rows.
+        kind: The dtype of the numbers.
     """
     if widen is None:
         widen = usual_steps(scale, zero, dtype)
     before = widen.removesuffix(BEHIND)
     behind = before != widen and not any(s[0] in JOINS for s in before.split())
-    made = in_float32(before.strip() if behind else widen, dtype)
-    return made and Steps(made, behind)
+    made = in_float32(before.strip() if behind else widen, dtype, kind)
+    if made is None or _adds_to_a_product([sign for sign, _ in made.steps]):
+        return None
+    return Steps(made, behind)
+
+
+def _adds_to_a_product(signs: list[str]) -> bool:
+    """Whether something is added to scaled numbers: a compiler may round that once."""
+    scaled = signs.index("*") if "*" in signs else len(signs)
+    return any(sign in "+-" for sign in signs[scaled:])
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -192,7 +204,7 @@ def forward(
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
     del precision
-    how = steps_of(widen, w_gate_scale, w_gate_zero, x.dtype.name)
+    how = steps_of(widen, w_gate_scale, w_gate_zero, x.dtype.name, w_gate.dtype.name)
     assert how is not None
     names = [name for name, _ in how.within.dtypes]
     steps = [(s, names.index(v) if v in names else v) for s, v in how.within.steps]
@@ -201,20 +213,19 @@ def forward(
     def branch(
         matrix: Array, first: int, scale: Any, zero: Any, bias: Array | None
     ) -> Branch:
-        arrays = {
-            name: jnp.broadcast_to(
-                own, (own.shape[0], matrix.shape[1])
-            )[:, first : first + f]
-            for name, own in (("scale", scale), ("zero", zero))
-            if own is not None
-        }  # fmt: skip
-        # In the dtype in which the program joins them: the kernel casts to float32
-        # itself, since XLA would leave out a cast to 16 bits before it.
-        within = [arrays[name].astype(own) for name, own in how.within.dtypes]
+        arrays = {"scale": scale, "zero": zero}
+        within = [
+            all_columns(arrays[name], own, matrix.shape[1])[:, first : first + f]
+            for name, own in how.within.dtypes
+        ]
+        behind = None
+        if how.behind:
+            behind = all_columns(scale, "float32", matrix.shape[1])
+            behind = behind[:, first : first + f]
         return Branch(
             matrix[None], first,
             bias=None if bias is None else bias.astype(jnp.float32),
-            scale=arrays["scale"].astype(jnp.float32) if how.behind else None,
+            scale=behind,
             within=tuple(within),
         )  # fmt: skip
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot.op import PACKED
 from rewriter.kernels.quantized_dot.packed_form import computed
-from rewriter.kernels.quantized_dot.packing import Packing, packing_of
 from rewriter.kernels.quantized_dot.reference import computed as of_numbers
 from rewriter.kernels.shared import columns
 from rewriter.ops.device import Device
@@ -27,6 +26,7 @@ from rewriter.ops.kernel import (
     Traits,
     saves_nothing,
 )
+from rewriter.ops.packing import Packing, packing_of
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:

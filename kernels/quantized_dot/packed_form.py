@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.quantized_dot.packing import packing_of, unpacked
 from rewriter.ops.op import Op, Operand, Sharding
+from rewriter.ops.packing import packing_of, unpacked
 
 if TYPE_CHECKING:
     from jax import Array

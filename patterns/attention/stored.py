@@ -17,7 +17,7 @@ from typing import Any
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Operand, Reading, Refused
-from rewriter.kernels.attention.stored_form import STEPS as WIDEN
+from rewriter.ops.widening import param_of
 from rewriter.patterns.attention import read
 from rewriter.patterns.attention.read import ANCHORS, DOT, STEPS
 from rewriter.patterns.quantized.operands import (
@@ -55,12 +55,12 @@ def stored(find: Finder, reading: Reading) -> Reading:
         raise Refused("keys", "keys are in several arrays", score=0.4)
     operands: dict[str, Operand] = {}
     params: dict[str, Any] = dict(reading.params)
-    for name, param in WIDEN.items():
+    for name in "kv":
         found = stored_operand(find, reading, name)
         if found is not None:
             _require_few_scales(found, name)
             floats = str(find.graph.dtype(reading.value))  # they hold these numbers
-            params[param] = found.widen or floats
+            params[param_of(name)] = found.widen or floats
             operands |= found.operands(name)
     if not operands:
         raise Refused("dtype", "keys and values are floats", score=0.1)

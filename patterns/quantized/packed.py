@@ -17,7 +17,7 @@ from rewriter.algebra.normal_form import Algebra, Index
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Reading, Refused, flat_indices, operand
-from rewriter.kernels.quantized_dot.packing import Packing
+from rewriter.ops.packing import Packing
 from rewriter.patterns.quantized import dot
 from rewriter.patterns.quantized.dot import ANCHORS
 from rewriter.patterns.quantized.operands import readings, size_of

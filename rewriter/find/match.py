@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,11 +14,11 @@ from jax.extend.core import InconclusiveDimensionOperation
 from rewriter.algebra.canonicalize import interval, within
 from rewriter.algebra.normal_form import Algebra
 from rewriter.algebra.template import Step as Way
-from rewriter.algebra.template import Template, apply, go, template, way
+from rewriter.algebra.template import Template, apply, template, way
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
+from rewriter.find.memory import Memory, Proved
 from rewriter.find.nested import (
-    Escapes,
     body_values,
     is_in_loop_of,
     is_read_elsewhere,
@@ -200,7 +200,7 @@ def search(
             by_anchor.setdefault(name, []).append(pattern)
     matches: list[Match] = []
     failures: list[Reason] = []
-    memory = _Memory(graph)
+    memory = Memory(graph)
     for node in graph.nodes:
         patterns_here = by_anchor.get(node.prim)
         if patterns_here is None or not _of_numbers(graph, node):
@@ -215,8 +215,7 @@ def search(
             if repeated is not None:
                 matches += repeated[1]
                 continue
-            empty = like is not None and (pattern.name, like.anchor) in memory.nothing
-            if empty and not pattern.looks_above:
+            if like is not None and memory.is_empty(pattern, like.anchor):
                 continue
             with _isolating_failures(find, pattern, node, failures):
                 matches += _at(find, pattern, node, memory)
@@ -258,40 +257,7 @@ def _isolating_failures(
         failures.append(Reason("internal", text, find.where(node)))
 
 
-@dataclass(frozen=True, eq=False)
-class Proved:
-    """What was proved at an anchor.
-
-    Attributes:
-        templates: The matches.
-        inside: The ways to results inside of them, and whether each is read beside.
-    """
-
-    templates: tuple[Template, ...]
-    inside: tuple[tuple[tuple[Way, ...], bool], ...]
-
-    def is_like(
-        self, graph: Graph, anchor: Node, inner: Set[int], out: Escapes
-    ) -> bool:
-        """Whether the same results inside are read beside at another anchor."""
-        for path, beside in self.inside:
-            value = go(graph, anchor.outs, path)
-            if value is None or is_read_elsewhere(graph, value, inner, out) != beside:
-                return False
-        return True
-
-
-class _Memory:
-    """What the search met: regions proved, values inside them, anchors of nothing."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.out = Escapes(graph)
-        self.proved: dict[str, list[Proved]] = {}
-        self.covered: dict[str, set[int]] = {}
-        self.nothing: set[tuple[str, Node]] = set()
-
-
-def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[Match]:
+def _at(find: Finder, pattern: Pattern, anchor: Node, memory: Memory) -> list[Match]:
     found: list[Match] = []
     known: list[Template | None] = []
     inside: list[tuple[Reading, bool]] = []
@@ -356,7 +322,7 @@ def _of_pieces(
 
 
 def _is_inside_general(
-    find: Finder, pattern: Pattern, reading: Reading, memory: _Memory
+    find: Finder, pattern: Pattern, reading: Reading, memory: Memory
 ) -> bool:
     """Whether a special form is read of a part of what is its general op as a whole."""
     general = pattern.op.form_of
@@ -403,7 +369,7 @@ def _match(find, pattern, anchor, reading, spec, value, leaves, inner, found) ->
 
 
 def _matches_like(
-    find: Finder, pattern: Pattern, anchor: Node, memory: _Memory
+    find: Finder, pattern: Pattern, anchor: Node, memory: Memory
 ) -> tuple[Template, list[Match]] | None:
     """The matches at an anchor whose regions equal those proved at another one."""
     for proved in memory.proved.get(pattern.name, [])[:8]:

@@ -129,19 +129,33 @@ def _taken_down(graph: Graph, match: Match, value: int) -> Reading | None:
     to: dict[int, Index] = {}
     if name != reading.value or not all(map(_paired, at, reading.args, [to] * len(at))):
         return None
-    times = reading.times
+    args = tuple(alg.subst_index(a, to) for a in args)
+    lower = _moved(reading, value, args, c)
+    spec, problem = check(graph, match.op, lower)
+    return lower if problem is None and spec == match.spec else None
+
+
+def _moved(reading: Reading, value: int, args: tuple[Index, ...], c: float) -> Reading:
+    """A reading of another value, which is c times the same in another layout.
+
+    Args:
+        reading: The reading.
+        value: The other value.
+        args: Its indices, those of the reading's form.
+        c: The number.
+    """
+    alg, times, proof = reading.algebra, reading.times, reading.proof
     if c != 1:
         times = alg.scale(alg.const(1.0) if times is None else times, c)
-    lower = dataclasses.replace(
+    return dataclasses.replace(
         reading,
         value=value,
-        args=tuple(alg.subst_index(a, to) for a in args),
+        args=args,
         form=None if reading.form is None else alg.scale(reading.form, c),
         times=times,
         plus=None if reading.plus is None else alg.scale(reading.plus, c),
+        proof=None if proof is None else _moved(proof, value, args, c),
     )
-    spec, problem = check(graph, match.op, lower)
-    return lower if problem is None and spec == match.spec else None
 
 
 def _paired(a: Index, b: Index, to: dict[int, Index]) -> bool:

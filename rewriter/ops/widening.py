@@ -108,3 +108,13 @@ def reads(steps: str, name: str) -> bool:
         (True, False)
     """
     return any(step[1:] == name for step in steps.split())
+
+
+def param_of(operand: str) -> str:
+    """Returns the parameter with the steps of an operand, if several may be stored.
+
+    Example:
+        >>> param_of("k")
+        'widen_k'
+    """
+    return f"widen_{operand}"

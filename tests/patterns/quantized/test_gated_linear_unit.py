@@ -407,7 +407,7 @@ def quick_compilation() -> Any:
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-FEW = ("packed_groups", "scaled_behind", "scaled_in_float32", "layers_in_a_scan")
+FEW = ("packed_groups", "scaled_behind")
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(None, marks=pytest.mark.once)])
@@ -453,9 +453,8 @@ def test_look_alike(name: str) -> None:
 
 
 # ----------------------------------------------------------------------- gradients
-@pytest.mark.parametrize(
-    "name", ["packed", pytest.param("groups", marks=pytest.mark.once)]
-)
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["packed", "groups"])
 def test_gradients_of_rows_and_scales(name: str) -> None:
     """Outside of the program, and within it, where the products may stay."""
     f = SPELLINGS[name][1]

@@ -13,8 +13,8 @@ from jax import lax
 
 import rewriter
 from rewriter.kernels.quantized_dot import PACKED, packed
-from rewriter.kernels.quantized_dot.packing import Packing, unpacked
 from rewriter.ops.kernel import spec_of
+from rewriter.ops.packing import Packing, unpacked
 
 NAME = "packed_dot"
 FORCED = {NAME: ["memory_bounded", "xla"]}

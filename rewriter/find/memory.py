@@ -1,0 +1,49 @@
+"""What a search for sites met before: regions proved, and anchors of nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+from rewriter.algebra.template import Step as Way
+from rewriter.algebra.template import Template, go
+from rewriter.find.nested import Escapes, is_read_elsewhere
+from rewriter.program.graph import Graph, Node
+
+
+@dataclass(frozen=True, eq=False)
+class Proved:
+    """What was proved at an anchor.
+
+    Attributes:
+        templates: The matches.
+        inside: The ways to results inside of them, and whether each is read beside.
+    """
+
+    templates: tuple[Template, ...]
+    inside: tuple[tuple[tuple[Way, ...], bool], ...]
+
+    def is_like(
+        self, graph: Graph, anchor: Node, inner: Set[int], out: Escapes
+    ) -> bool:
+        """Whether the same results inside are read beside at another anchor."""
+        for path, beside in self.inside:
+            value = go(graph, anchor.outs, path)
+            if value is None or is_read_elsewhere(graph, value, inner, out) != beside:
+                return False
+        return True
+
+
+class Memory:
+    """What the search met: regions proved, values inside them, anchors of nothing."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.out = Escapes(graph)
+        self.proved: dict[str, list[Proved]] = {}
+        self.covered: dict[str, set[int]] = {}
+        self.nothing: set[tuple[str, Node]] = set()
+
+    def is_empty(self, pattern: Any, anchor: Node) -> bool:
+        """Whether regions equal to that of an anchor hold no site of a pattern."""
+        return not pattern.looks_above and (pattern.name, anchor) in self.nothing
