@@ -6,6 +6,7 @@ from rewriter.kernels.gated_linear_unit import hopper, tpu, xla
 from rewriter.kernels.gated_linear_unit.cost import cost
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
 from rewriter.ops.op import Op, Operand, Sharding
+from rewriter.ops.slopes import params_once_differentiated
 
 OP = Op(
     name="gated_linear_unit",
@@ -32,6 +33,7 @@ OP = Op(
     parallel="...",
     cost=cost,
     sharding=lambda params: Sharding(frozenset({"...", "f"})),
+    differentiated=params_once_differentiated,
 )  # fmt: skip
 
 KERNELS = (tpu.KERNEL, hopper.KERNEL, xla.KERNEL)
