@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES, PASSING
 from rewriter.kernels.attention.overflow import overflows
 from rewriter.kernels.attention.visibility import Visibility
+from rewriter.ops.slopes import zero_with_slope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -234,19 +235,8 @@ def _passing(weights: Array, plain: Array, scores: Array, breaks: bool) -> Array
     """
     empty = scores.max(-1, keepdims=True) == -jnp.inf
     slopes = jnp.where(empty, jnp.nan if breaks else 1.0, 0.0).astype(plain.dtype)
-    moved = _nothing(plain, slopes)
+    moved = zero_with_slope(plain, slopes)
     return weights + (moved - moved.mean(-1, keepdims=True)) / scores.shape[-1]
-
-
-@jax.custom_jvp
-def _nothing(x: Array, slopes: Array) -> Array:
-    """Returns zeros like x, with derivatives `slopes` by x, whatever x is."""
-    return jnp.zeros_like(x)
-
-
-@_nothing.defjvp
-def _(x: tuple[Array, Array], moved: tuple[Array, Array]) -> tuple[Array, Array]:
-    return jnp.zeros_like(x[0]), x[1] * moved[0]
 
 
 def sample(

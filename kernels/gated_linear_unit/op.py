@@ -6,6 +6,7 @@ from rewriter.kernels.gated_linear_unit.cost import cost
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
 from rewriter.kernels.gated_linear_unit.stored_form import unit_of_stored
 from rewriter.ops.op import Op, Operand, Sharding, Stored
+from rewriter.ops.slopes import params_once_differentiated
 from rewriter.ops.stored import FEW_BITS
 
 _MATRIX = Stored(FEW_BITS, "k", by_steps=True)
@@ -36,6 +37,7 @@ OP = Op(
     parallel="...",
     cost=cost,
     sharding=lambda params: Sharding(frozenset({"...", "f"})),
+    differentiated=params_once_differentiated,
 )  # fmt: skip
 
 STORED = unit_of_stored(

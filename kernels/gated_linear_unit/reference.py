@@ -15,11 +15,10 @@ from rewriter.ops.activations import (
     ACTIVATIONS,
     Activation,
     Bounds,
-    Slopes,
     clipped,
     clipped_by_choice,
-    with_slopes,
 )
+from rewriter.ops.slopes import Slopes, with_slopes
 
 
 def reference(

@@ -59,6 +59,10 @@ LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | POWERS | frozenset({
     "select_n",
 })  # fmt: skip
 
+GATE = frozenset({"x", "w_gate", "b_gate", "rows_gate"})
+UP = frozenset({"x", "w_up", "b_up", "rows_up"})
+"""The operands that each branch depends on."""
+
 MOST = 3
 """Contractions that a branch is the sum of, such as one and a low-rank adapter's."""
 
@@ -202,8 +206,8 @@ def read(
     outer = [p for p in (times, more, number) if p not in (None, alg.const(1.0))]
     made = _Assembly(find, ev, value, args, form, found, up_branch).reading(outer)
     sides = {
-        "slopes": Side(act, found.gate, found.name, found.beta),
-        "slopes_up": Side(up, up_branch),
+        "slopes": Side(act, found.gate, GATE, found.name, found.beta),
+        "slopes_up": Side(up, up_branch, UP),
     }
     return with_slopes(find, ev, inside, sides, made)
 

@@ -23,22 +23,24 @@ import numpy as np
 
 from rewriter.algebra.normal_form import TRUE, Poly
 from rewriter.find.derivative import (
+    Derivatives,
     NotKnown,
-    derivative_at,
-    derivative_of,
+    derivatives_at,
+    derivatives_of,
     values_at,
 )
 from rewriter.find.finder import Finder, RegionEvaluator
-from rewriter.find.reading import Reading, Refused
+from rewriter.find.reading import ProvedWith, Reading, Refused
 from rewriter.ops.activations import (
     ACTIVATIONS,
     BY_PRODUCT,
     KINKS,
     Bounds,
-    Slopes,
     clipped,
 )
+from rewriter.ops.slopes import Slopes
 from rewriter.patterns.gated_linear_unit.branches import Branch
+from rewriter.patterns.gated_linear_unit.kink import Kink
 from rewriter.program.extracted import NotTaken, Region, has_one_rule, rules_around
 from rewriter.support.assumptions import FINITE
 
@@ -69,30 +71,35 @@ class Side:
     Attributes:
         value: What the branch gives, with its activation, times any factor.
         branch: The branch.
+        operands: The operands that it depends on.
         activation: The activation's name; ``"identity"`` for none.
         beta: Its number.
     """
 
     value: int
     branch: Branch
+    operands: frozenset[str]
     activation: str = "identity"
     beta: float = 1.0
 
 
 @dataclass(frozen=True)
-class Derivatives:
+class OfBranch:
     """How a branch has its derivatives in the program.
 
     Attributes:
         activation: The activation's name; one that gives for infinities what the
             program gives.
         slopes: Its derivatives where they are not those of the named function.
+        beside_gradients: The same, where gradients that the program computes are
+            replaced too: these are proved to be those of the named function.
         one_rule: Whether the program has one rule for them. A program that JAX has
             differentiated may compute a value again without the rule that it had.
     """
 
     activation: str
     slopes: Slopes = ()
+    beside_gradients: Slopes = ()
     one_rule: bool = True
 
 
@@ -107,7 +114,8 @@ def with_slopes(
 
     The proof of the site leaves them out: forms do not tell single numbers apart. If
     gradients that the program computes are proved too, they have the named function's
-    derivatives at its kinks. NaN and infinities are no numbers of forms.
+    derivatives at its kinks. NaN and infinities are no numbers of forms. The program
+    may be differentiated again, and then its value has its own derivatives.
 
     Args:
         find: The search.
@@ -132,17 +140,15 @@ def with_slopes(
         needs_backward="" if one_rule else TWICE,
         params={**reading.params, **named, **found},
         check_params={**reading.check_params, **dict.fromkeys(found, ())},
-        backward_params={n: _of_no_number(slopes) for n, slopes in found.items()},
+        backward_params={
+            n: ProvedWith(every[n].beside_gradients, sides[n].operands) for n in found
+        },
     )
-
-
-def _of_no_number(slopes: Slopes) -> Slopes:
-    return tuple((k, d) for k, d in slopes if not math.isfinite(float(k)))
 
 
 def slopes_of(
     find: Finder, ev: RegionEvaluator, args: Any, roots: frozenset[int], side: Side
-) -> Derivatives:
+) -> OfBranch:
     """Returns derivatives of a branch where they differ from the named function's.
 
     Args:
@@ -158,7 +164,7 @@ def slopes_of(
     """
     kinks = _kinks(find, roots, side)
     if not kinks:
-        return Derivatives(side.activation)
+        return OfBranch(side.activation)
     start, scale = _argument(find, ev, args, roots, side)
     dtype, result = (find.graph.dtype(v) for v in (start, side.value))
     with np.errstate(all="ignore"):
@@ -166,13 +172,10 @@ def slopes_of(
         at = [k for k in every if _is_at(k, scale, dtype)]
         points = np.array([y * scale for y in (*at, *_away(kinks))]).astype(dtype)
         own, one_rule = _own(find, start, side.value, points)
-        own = own.astype(np.float64)
         branch = side.branch.clip, str(dtype), scale, points.tobytes()
-        usual = _named_derivative(side.activation, side.beta, *branch).astype(
-            np.float64
-        )
+        usual = _named_derivatives(side.activation, side.beta, *branch)
         near = max(CLOSE, *(4 * float(jnp.finfo(d).eps) for d in (dtype, result)))
-        factor = _factor(own[len(at) :], usual[len(at) :], near)
+        factor = _factor(own.slope[len(at) :], usual.slope[len(at) :], near)
         ends = np.array([y * scale for y in NOT_FINITE]).astype(dtype)
         if not _same_values(find, start, side, ends, (scale, factor)):
             other = BY_PRODUCT.get(side.activation)
@@ -181,16 +184,30 @@ def slopes_of(
                 return slopes_of(find, ev, args, roots, side)
             ev.assume(FINITE, "infinities give what they do not in the activation")
             find.require_proved(ev)
-        own, usual = (x[: len(at)] * scale for x in (own / factor, usual))
-        close = np.isclose(own, usual, near, near, equal_nan=True)
-    pairs = zip(at, own, close, strict=True)
-    found = tuple((_named(k), _named(float(d))) for k, d, same in pairs if not same)
-    return Derivatives(side.activation, found, one_rule)
+        own, usual = _by_branch(own, factor, scale), _by_branch(usual, 1.0, scale)
+    kinks = [Kink(*numbers, near) for numbers in zip(at, own, usual, strict=False)]
+    alone, beside = ([f(k) for k in kinks] for f in (Kink.entry, Kink.beside))
+    return OfBranch(
+        side.activation,
+        tuple(entry for entry in alone if entry),
+        tuple(entry for entry in beside if entry),
+        one_rule,
+    )
 
 
-def _named(x: float) -> float | str:
-    """A number that equals itself, and without a sign of zero."""
-    return "nan" if math.isnan(x) else x + 0.0
+def _by_branch(
+    found: Derivatives, factor: float, scale: float
+) -> list[tuple[float, float, float]]:
+    """Derivatives of the activation by the branch, for each point.
+
+    Args:
+        found: Those of the program's value by its argument.
+        factor: How often the value is the activation.
+        scale: How often the argument is the branch.
+    """
+    first = np.stack([found.slope, found.again]) * (scale / factor)
+    bend = found.bend * (scale * scale / factor)
+    return [(*map(float, x),) for x in np.stack([*first, bend], -1)]
 
 
 def _kinks(find: Finder, roots: frozenset[int], side: Side) -> tuple[float, ...]:
@@ -281,21 +298,21 @@ def _named_values(
 
 
 @functools.lru_cache(maxsize=256)
-def _named_derivative(
+def _named_derivatives(
     activation: str, beta: float, clip: Bounds, dtype: str, scale: float, points: bytes
-) -> np.ndarray:
-    """The derivative of the named function of a branch by `scale` times the branch."""
+) -> Derivatives:
+    """Those of the named function of a branch by `scale` times the branch."""
 
     def named(x: Any) -> Any:
         return ACTIVATIONS[activation](clipped(x / scale, clip), beta)
 
-    return derivative_of(named, np.frombuffer(points, jnp.dtype(dtype)))
+    return _wide(derivatives_of(named, np.frombuffer(points, jnp.dtype(dtype))))
 
 
 def _own(
     find: Finder, start: int, value: int, points: np.ndarray
-) -> tuple[np.ndarray, bool]:
-    """The derivative of a value of the program by another one, at some numbers.
+) -> tuple[Derivatives, bool]:
+    """The derivatives of a value of the program by another one, at some numbers.
 
     Also says whether one rule gives it.
 
@@ -304,11 +321,16 @@ def _own(
     """
     try:
         region = _between(find, start, value)
-        own = derivative_at(region, points, find.number)
+        own = _wide(derivatives_at(region, points, find.number))
     except (NotKnown, NotTaken) as why:
         raise Refused("slopes", f"derivatives at its kinks: {why}", score=0.6) from why
     made = (v for _, _, outs in region.steps for v in outs if v is not None)
     return own, all(has_one_rule(find.graph, v) for v in made)
+
+
+def _wide(found: Derivatives) -> Derivatives:
+    numbers = found.slope, found.again, found.bend
+    return Derivatives(*(x.astype(np.float64) for x in numbers))
 
 
 def _factor(own: np.ndarray, usual: np.ndarray, near: float) -> float:

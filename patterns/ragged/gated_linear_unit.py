@@ -156,7 +156,8 @@ def read(find: Finder, unit: Unit) -> Reading:
         times=None if factor == 1.0 else alg.const(factor),
     )
     roots = frozenset({gate_dot.outs[0], up_dot.outs[0]})
-    gate = Side(unit.act, found.gate, found.name, found.beta)
+    read = frozenset({"x", "w"})
+    gate = Side(unit.act, found.gate, read, found.name, found.beta)
     return with_slopes(find, ev, roots, {"slopes": gate}, made)
 
 

@@ -16,6 +16,7 @@ from rewriter.choose.choose import choose
 from rewriter.choose.choose_ring import by_parts
 from rewriter.config import Config
 from rewriter.find.match import Match
+from rewriter.find.reading import leaves_of_operands
 from rewriter.gradients.backward import Backward
 from rewriter.measure.costs import UNKNOWN, Costs
 from rewriter.measure.key import BOTH, Key
@@ -260,7 +261,7 @@ def _call(
 ) -> Callable[..., jax.Array]:
     op, shards = p.match.op, p.shards
     names = set(op.names)
-    proved = p.match.reading.backward_params if p.backward is not None else {}
+    proved = _proved(p)
 
     def bind(operands: Mapping[str, Any], params: Mapping[str, Any]) -> jax.Array:
         if isinstance(shards, Shards) and shards.passed:
@@ -275,6 +276,18 @@ def _call(
         return bind(operands, params)
 
     return call
+
+
+def _proved(p: Placed) -> dict[str, Any]:
+    """The parameters with which the gradients that are replaced were proved."""
+    reading, here = p.match.reading, dict(p.match.leaves)
+    grads = p.backward.grads.keys() if p.backward is not None else ()
+    found = {}
+    for name, proved in reading.backward_params.items():
+        leaves = leaves_of_operands(reading, proved.operands)
+        if any(here.get(v) in grads for v in leaves):
+            found[name] = proved.value
+    return found
 
 
 def _site(p: Placed) -> Site:

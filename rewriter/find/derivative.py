@@ -1,16 +1,17 @@
 """The derivative of a value by another one of the program, at some numbers.
 
-JAX differentiates the equations between both, so the derivative is the program's own,
-also where a function has none: at the kink of a ``max``, and at NaN. The equations of
-the derivative are then run on the numbers. Layout passes them on. Other operands are
-arrays that are not known: each counts as what changes nothing, 0 in a sum and 1 in a
-product.
+JAX differentiates the equations between both, once and twice. So the derivative is the
+program's own, also where a function has none: at the kink of a ``max``, and at NaN. The
+equations of the derivative are then run on the numbers. Layout passes them on. Other
+operands are arrays that are not known: each counts as what changes nothing, 0 in a sum
+and 1 in a product.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -42,27 +43,40 @@ WITHOUT_CHANGE = frozenset({"add", "add_any", "sub", "mul", "div", "and", "or"})
 """Primitives in which an unknown operand changes nothing."""
 
 
-def derivative_at(
+@dataclass(frozen=True)
+class Derivatives:
+    """Derivatives of a function of one number, for each point.
+
+    Attributes:
+        slope: The derivative, [p].
+        again: The derivative of the value that is computed beside `slope`, [p]. A
+            derivative rule of the program's own may compute it in another way.
+        bend: The derivative of `slope`, [p].
+    """
+
+    slope: np.ndarray
+    again: np.ndarray
+    bend: np.ndarray
+
+
+def derivatives_at(
     region: Region, points: np.ndarray, number: Callable[[int], float | None]
-) -> np.ndarray:
-    """Returns the derivative of a region's result by its first input, for each point.
+) -> Derivatives:
+    """Returns derivatives of a region's result by its first input, for each point.
 
     Args:
         region: The equations; its first input is the value to differentiate by.
         points: Numbers of that value, in its dtype, [p].
         number: Returns the number that an input holds at every position, or None.
 
-    Returns:
-        [p], in the value's dtype.
-
     Raises:
-        NotKnown: If the derivative depends on other operands, or an equation cannot be
+        NotKnown: If a derivative depends on other operands, or an equation cannot be
             run on numbers.
     """
     (value,) = region.outputs
     given = _inputs(region, points, number)
     ones = np.ones_like(points, region.graph.dtype(value))
-    return _found(_traced(region, _pulled_back), [*given, ones], points)
+    return Derivatives(*_found(_traced(region, _twice), [*given, ones], points))
 
 
 def values_at(
@@ -70,11 +84,12 @@ def values_at(
 ) -> np.ndarray:
     """Returns a region's result for numbers of its first input, [p].
 
-    Arguments and errors are those of `derivative_at`.
+    Arguments and errors are those of `derivatives_at`.
     """
     closed = _traced(region, lambda run: lambda *given: [run(*given[:-1])[0]])
     given = _inputs(region, points, number)
-    return _found(closed, [*given, np.zeros_like(points)], points)
+    (values,) = _found(closed, [*given, np.zeros_like(points)], points)
+    return values
 
 
 def _traced(region: Region, change: Callable[..., Callable[..., Any]]) -> Any:
@@ -102,35 +117,43 @@ def _inputs(
     return given
 
 
-def derivative_of(function: Callable[[Any], Any], points: np.ndarray) -> np.ndarray:
-    """Returns the derivative of a function of numbers, for each point.
+def derivatives_of(function: Callable[[Any], Any], points: np.ndarray) -> Derivatives:
+    """Returns derivatives of a function of numbers, for each point.
 
     Args:
         function: A function of one array.
         points: Numbers, [p].
     """
     like = jax.ShapeDtypeStruct((), points.dtype)
-    closed = _jax.trace_flat(_pulled_back(lambda x: [function(x)]), [like, like])
-    return _found(closed, [points, np.ones_like(points)], points)
+    closed = _jax.trace_flat(_twice(lambda x: [function(x)]), [like, like])
+    return Derivatives(*_found(closed, [points, np.ones_like(points)], points))
 
 
-def _pulled_back(function: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
-    """Operands and a cotangent to the cotangent of the first operand."""
+def _twice(function: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+    """Operands and a cotangent to the derivatives by the first operand."""
 
     def code(first: Any, *given: Any) -> list[Any]:
         *others, cotangent = given
-        _, back = jax.vjp(lambda x: function(x, *others)[0], first)
-        return list(back(cotangent))
+
+        def once(x: Any) -> tuple[Any, Any]:
+            value, back = jax.vjp(lambda x: function(x, *others)[0], x)
+            return value, back(cotangent)[0]
+
+        moved = jnp.ones_like(first)
+        (_, slope), (again, bend) = jax.jvp(once, (first,), (moved,))
+        return [slope, again, bend]
 
     return code
 
 
-def _found(closed: Any, given: Sequence[Number], points: np.ndarray) -> np.ndarray:
+def _found(
+    closed: Any, given: Sequence[Number], points: np.ndarray
+) -> list[np.ndarray]:
     with np.errstate(all="ignore"):
-        (out,) = _run(closed, given)
-    if isinstance(out, _Unknown):
+        outs = _run(closed, given)
+    if any(isinstance(out, _Unknown) for out in outs):
         raise NotKnown("its derivative depends on other operands")
-    return np.broadcast_to(out, points.shape)
+    return [np.broadcast_to(out, points.shape) for out in outs]
 
 
 # ----------------------------------------------------------------------- equations

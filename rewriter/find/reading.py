@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,20 @@ def flag_operand(flag: int, *groups: Any) -> Operand:
     return Operand((({}, tuple(map(tuple, groups))),), False, flag)
 
 
+@dataclass(frozen=True)
+class ProvedWith:
+    """A parameter's value for gradients that are proved with it.
+
+    Attributes:
+        value: The value.
+        operands: The operands whose gradients depend on it. If none of these is
+            replaced, the parameter stays.
+    """
+
+    value: Any
+    operands: frozenset[str]
+
+
 @dataclass(eq=False)
 class Reading:
     """A region read as an op; `rewriter.find.match` checks it.
@@ -127,7 +141,7 @@ class Reading:
         check_params: Parameters for the check, where they differ.
         check_options: Options of the evaluator that checks.
         backward_params: Parameters, where they differ, if gradients that the program
-            computes are replaced with the value: what they were proved with.
+            computes are replaced with the value: what they are proved with.
         needs_backward: Why the value is replaced only together with gradients that the
             program computes; ``""`` if it needs none.
         other_gradients: Further parameters, with which the op has the same values and
@@ -163,7 +177,7 @@ class Reading:
     leaves: tuple[int, ...] = ()
     check_params: Mapping[str, Any] = field(default_factory=dict)
     check_options: Mapping[str, Any] = field(default_factory=dict)
-    backward_params: Mapping[str, Any] = field(default_factory=dict)
+    backward_params: Mapping[str, ProvedWith] = field(default_factory=dict)
     needs_backward: str = ""
     other_gradients: tuple[Mapping[str, Any], ...] = ()
     ruled: bool = False
@@ -268,6 +282,14 @@ def _digit(alg: Algebra, a: Index) -> tuple[int, int] | None:
 def size(alg: Algebra, group: Group) -> int:
     """Number of positions of a group of indices."""
     return math.prod(alg.sizes[i] for i in group)
+
+
+def leaves_of_operands(reading: Reading, names: Iterable[str]) -> set[int]:
+    """Returns the values that the code of a reading reads for some operands."""
+    alg = reading.algebra
+    operands = [reading.operands[n] for n in names if n in reading.operands]
+    atoms = {a for operand in operands for a in operand.leaves(alg)}
+    return {name for a in atoms for name in values_named(alg.defs[a][1])}
 
 
 def leaves_of(reading: Reading) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,6 @@ Activation = Callable[[jax.Array, float], jax.Array]
 
 Bounds = tuple[float | None, float | None]
 """A lower and an upper bound, None for none."""
-
-Slopes = tuple[tuple[float | str, float | str], ...]
-"""Pairs of a number and the derivative there. NaN is ``"nan"``, which equals itself."""
 
 SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 """Klambauer et al., "Self-Normalizing Neural Networks" (2017), eq. 14."""
@@ -126,41 +122,3 @@ def clipped_by_choice(y: jax.Array, bounds: Bounds) -> jax.Array:
     if high is not None:
         y = jnp.minimum(jnp.where(y > high, jnp.full_like(y, high), y), high)
     return y
-
-
-def with_slopes(
-    function: Callable[[jax.Array], jax.Array], slopes: Slopes
-) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function with other derivatives at some numbers.
-
-    Args:
-        function: A function of each number of an array.
-        slopes: The numbers, and the derivative at each.
-
-    Example:
-        >>> relu = with_slopes(lambda y: jnp.maximum(y, 0), ((0.0, 1.0),))
-        >>> jax.grad(relu)(0.0).item()
-        1.0
-    """
-    if not slopes:
-        return function
-
-    @jax.custom_jvp
-    def same(y: jax.Array) -> jax.Array:
-        return function(y)
-
-    @same.defjvp
-    def along(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        (y,), (tangent,) = primals, tangents
-        _, out = jax.jvp(function, (y,), (tangent,))
-        for point, slope in slopes:
-            here = y != y if point == "nan" else y == float(point)
-            if not slope:
-                out = jnp.where(here, 0.0, out)
-                continue
-            # A factor of 1 elsewhere: the transpose multiplies zeros by it.
-            factor = jnp.where(here, float(slope), 1.0).astype(y.dtype)
-            out = jnp.where(here, factor * tangent, out)
-        return same(y), out
-
-    return same

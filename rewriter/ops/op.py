@@ -190,6 +190,8 @@ class Op:
             chosen for it: the larger one is then left as written.
         found_on: The platforms for which it is looked for; on others, only where one of
             its kernels is forced. All if empty.
+        differentiated: ``differentiated(params)`` gives the parameters of the value
+            that a derivative computes, if it is differentiated in another way.
         tiled: Letters of axes that a kernel's tile holds whole, as the width of heads:
             measurements of other sizes of them say nothing about a use.
     """
@@ -216,6 +218,9 @@ class Op:
     form_of: str = ""
     stays: bool = False
     found_on: tuple[str, ...] = ()
+    differentiated: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = field(
+        default=None, repr=False
+    )
     tiled: str = ""
 
     def __repr__(self) -> str:

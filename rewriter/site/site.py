@@ -174,7 +174,8 @@ def _site_jvp(
             *primals, use=use, batch=batch, residuals=residuals
         )
         return outs, [zero_of(o) for o in outs]
-    outs = _forward_of(use).bind(*primals, use=use, batch=batch, residuals=True)
+    value = use.differentiated
+    outs = _forward_of(use).bind(*primals, use=value, batch=batch, residuals=True)
     outs = [checkpoint_name(o, f"rewriter.{use.op.name}") for o in outs]
     saved = outs if use.keeps_out else outs[1:]
     every = (True,) * len(saved)

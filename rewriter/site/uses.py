@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -81,6 +81,14 @@ class Use:
         named = dict(zip(self.names, operands, strict=True))
         with promotion.as_usual():
             return (self.op.general or self.op.reference)(**named, **dict(self.params))
+
+    @property
+    def differentiated(self) -> Use:
+        """The use that computes the value beside a derivative."""
+        if self.op.differentiated is None:
+            return self
+        params = tuple(sorted(self.op.differentiated(dict(self.params)).items()))
+        return self if params == self.params else replace(self, params=params)
 
     def spec(self, operands: Sequence[Shaped]) -> Spec:
         """Returns the `Spec` by which kernels are chosen."""

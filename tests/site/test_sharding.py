@@ -61,7 +61,7 @@ def devices(count: int) -> str:
 @pytest.mark.parametrize(
     "command",
     slow.first(
-        11,
+        12,
         [
             ("mesh_grid", "11"),
             pytest.param(("mesh_grid", "1", "auto_axes"), marks=pytest.mark.once),
@@ -69,6 +69,7 @@ def devices(count: int) -> str:
             pytest.param(("sharded_masks",), marks=pytest.mark.once),
             pytest.param(("sharded_rows",), marks=pytest.mark.once),
             pytest.param(("sharded_quantized",), marks=pytest.mark.once),
+            pytest.param(("sharded_precision",), marks=pytest.mark.once),
             pytest.param(("sharded_scored",), marks=pytest.mark.once),
             pytest.param(("sharded_experts",), marks=pytest.mark.once),
             pytest.param(("sharded_ring",), marks=pytest.mark.once),
@@ -85,6 +86,7 @@ def devices(count: int) -> str:
         "masks",
         "rows",
         "matrices of few bits",
+        "precisions",
         "functions of scores",
         "experts",
         "ring",

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.soundness import attention, functions, lookups, losses, norms, ragged, units
+from tests.soundness import (
+    attention,
+    functions,
+    lookups,
+    losses,
+    norms,
+    quantized,
+    ragged,
+    units,
+)  # fmt: skip
 from tests.soundness.program import Program
 
 KINDS: dict[str, Callable[[int], Program]] = {
@@ -16,6 +25,7 @@ KINDS: dict[str, Callable[[int], Program]] = {
     "loss": losses.program,
     "lookup": lookups.program,
     "score": functions.program,
+    "quantized": quantized.program,
 }
 TURNS = ("mask", "operand", "mask", "norm", "mask", "operand", "norm", "unit", "ragged")
 """Kinds as they take turns; masks have most to go wrong. The others are asked for."""

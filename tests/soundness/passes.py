@@ -20,6 +20,7 @@ KERNELS = {
     "ragged_dot": ["memory_bounded", "tiled", "xla"],
     "cross_entropy": ["memory_bounded", "xla"],
     "linear_cross_entropy": ["memory_bounded", "xla"],
+    "quantized_dot": ["memory_bounded", "xla"],
     "embedding": ["counted", "in_float32", "xla"],
     "embedding_lookup": ["counted", "in_float32", "xla"],
 }

@@ -36,11 +36,9 @@ def test_programs_compute_the_same(case: int) -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("kind", ["loss", "lookup", "score"])
+@pytest.mark.parametrize("kind", ["loss", "lookup", "score", "quantized"])
 @pytest.mark.parametrize(("first", "ways"), [(0, (FORWARD,)), (15, WAYS)])
-def test_losses_lookups_and_functions_of_scores(
-    kind: str, first: int, ways: Sequence[Way]
-) -> None:
+def test_kinds_that_are_asked_for(kind: str, first: int, ways: Sequence[Way]) -> None:
     """Kinds that take no turns among the others."""
     seeds = range(first, first + TOGETHER)
     outcome = check([program(seed, kind) for seed in seeds], ways)

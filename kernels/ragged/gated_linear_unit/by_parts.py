@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from rewriter.kernels.ragged.gated_linear_unit.reference import branches
 from rewriter.kernels.ragged.gated_linear_unit.use import Use
-from rewriter.ops.activations import ACTIVATIONS, with_slopes
+from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.kernel import Spec
+from rewriter.ops.slopes import with_slopes
 
 if TYPE_CHECKING:
     from jax import Array

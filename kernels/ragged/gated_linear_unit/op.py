@@ -13,6 +13,7 @@ from rewriter.kernels.ragged.gated_linear_unit.reference import (
 )
 from rewriter.kernels.ragged.gated_linear_unit.sharding import sharding
 from rewriter.ops.op import Op, Operand, Stored
+from rewriter.ops.slopes import params_once_differentiated
 from rewriter.ops.stored import EIGHT_BITS, stored_form
 
 _MATRICES = Stored(EIGHT_BITS, "k")
@@ -40,6 +41,7 @@ OP = Op(
     cost=cost,
     distributions=distributions,
     sharding=sharding,
+    differentiated=params_once_differentiated,
     parts="ragged_dot",
 )  # fmt: skip
 

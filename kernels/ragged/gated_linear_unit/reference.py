@@ -17,7 +17,8 @@ from rewriter.kernels.ragged.dot.general import general as by_groups
 from rewriter.kernels.ragged.dot.reference import distributions as distributions_of_dot
 from rewriter.kernels.ragged.dot.reference import reference as ragged_dot
 from rewriter.kernels.ragged.dot.reference import sample as sample_of_dot
-from rewriter.ops.activations import ACTIVATIONS, Slopes, with_slopes
+from rewriter.ops.activations import ACTIVATIONS
+from rewriter.ops.slopes import Slopes, with_slopes
 
 if TYPE_CHECKING:
     from jax import Array

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.ops.activations import Slopes
+    from rewriter.ops.slopes import Slopes
 
 
 @dataclass(frozen=True)
