@@ -201,7 +201,7 @@ def _chosen(
     """The mesh axes of each split letter, taken from the first operand that has it."""
     chosen: dict[str, Axes] = {}
     used: set[str] = set()
-    for allowed in (rule.along, rule.sums):
+    for allowed in (rule.along, rule.sums, rule.merges):
         for name, split in known.items():
             for letter, axes in zip(letters[name], split, strict=True):
                 letter = rule.follows.get(letter, letter)
@@ -291,7 +291,7 @@ def local_spec(
 
     def changed(operands: Mapping[str, Any]) -> Mapping[str, Any]:
         parts = {
-            letter: Part(0, math.prod(sizes[a] for a in axes))
+            letter: Part(0, math.prod(sizes[a] for a in axes), axes)
             for letter, axes in shards.letters
         }
         result, static = _changed(rule, operands, params, parts)
@@ -337,21 +337,22 @@ def spread(
         params: Its parameters, including defaults.
         compute: ``compute(operands, params)`` computes it on one device.
     """
-    sizes, rule = dict(shards.mesh.shape), op.spread(params)
+    rule = op.spread(params)
     assert rule is not None
     names = [name for name, _ in shards.specs]
 
     def on_device(*arrays: jax.Array) -> jax.Array:
+        given = dict(zip(names, arrays, strict=True))
         operands = dict(zip(names, _jax.vary_alike(arrays), strict=True))
         if shards.passed:  # the ring handles positions itself
             return compute(operands, params)
         parts = {
-            letter: Part(jax.lax.axis_index(axes), math.prod(sizes[a] for a in axes))
+            letter: Part(jax.lax.axis_index(axes), shards.parts(axes), axes)
             for letter, axes in shards.letters
         }
         out = compute(*_changed(rule, operands, params, parts))
         if rule.finish is not None:
-            out = rule.finish(out, operands, params, parts)
+            out = rule.finish(out, given, params, parts)
         return jax.lax.psum(out, shards.summed) if shards.summed else out
 
     whole = _ready(operands, shards)
