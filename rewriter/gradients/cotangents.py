@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,15 +34,19 @@ MEETS = frozenset({
 CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
 ADDS = frozenset({"add", "add_any", "sub", "concatenate", "pad", "stack", "reduce_sum"})
 EITHER = frozenset({"mul"}) | CONTRACTIONS
+FACTORS = TRANSPARENT | {"broadcast_in_dim", "reshape", "mul", "div", "neg"}
+STEPS = 24
+"""The most values above a candidate that are examined."""
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type", "mul", "div", "neg"}
 
 
 def cotangents(graph: Graph, match: Match, *, ruled: bool = False) -> list[int]:
     """Values that are multiplied with a region's values, and could be its cotangent.
 
-    Values with the result's dtype come first. Among them, those that meet more than one
-    value of the region come first, since a value that all layers share meets every
-    layer's cotangent.
+    Values with the result's dtype come first. Among them, those come first that are not
+    computed from another one and the region: a product of the cotangent and a value of
+    the region is not the cotangent. Then come those that meet more than one value of
+    the region, since a value that all layers share meets every layer's cotangent.
 
     Args:
         graph: The program.
@@ -57,7 +61,50 @@ def cotangents(graph: Graph, match: Match, *, ruled: bool = False) -> list[int]:
         region = _with_factors(graph, region)
     for value, where in _meeting(graph, match, region):
         met.setdefault(value, set()).add(where)
-    return sorted(met, key=lambda v: (graph.dtype(v) != dtype, len(met[v]) < 2))
+    later = {v for v in met if _is_product(graph, v, met.keys(), region)}
+    order = lambda v: (graph.dtype(v) != dtype, v in later, len(met[v]) < 2)
+    return sorted(met, key=order)
+
+
+def _is_product(graph: Graph, value: int, others: Set[int], region: Set[int]) -> bool:
+    """Whether a value is computed from other candidates, the region and numbers."""
+    seen, queue, met = {value}, [(value, False)], False
+    while queue and len(seen) <= STEPS:
+        at, beyond = queue.pop()
+        node = graph.node_of(at)
+        if node is None or not is_local(node):
+            if not beyond:
+                return False
+            continue
+        for i in node.ins:
+            met = met or i in region
+            if i not in seen and i not in region and i not in graph.constants:
+                seen.add(i)
+                queue.append((i, beyond or i in others))
+    return met and not queue and not others.isdisjoint(seen - {value})
+
+
+def factors_of(graph: Graph, match: Match, cotangent: int) -> tuple[Set[int]] | None:
+    """The values that a loss's cotangent is a product of, at most a few.
+
+    They are () for a number, such as that of a mean. Two means of one program have two
+    cotangents, each of which is a multiple of the other: a proof for any cotangent
+    cannot know that.
+    """
+    if not _reduces(graph, match):
+        return None
+    found: set[int] = set()
+    queue, seen = [cotangent], 0
+    while queue:
+        value = queue.pop()
+        node, seen = graph.node_of(value), seen + 1
+        if seen > STEPS:
+            return None
+        if node is not None and node.prim in FACTORS:
+            queue += node.ins
+        elif value not in graph.constants:
+            found.add(value)
+    return None if cotangent in found else (frozenset(found),)
 
 
 def _meeting(
