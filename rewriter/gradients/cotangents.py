@@ -15,6 +15,7 @@ from rewriter.algebra.canonicalize import (
     is_local,
     is_lossless,
     is_pick,
+    values_named,
 )
 from rewriter.find.match import Match
 from rewriter.gradients.through_loops import through
@@ -182,9 +183,14 @@ def _under_layout(graph: Graph, value: int, added: bool) -> Iterator[int]:
 def _reduces(graph: Graph, match: Match) -> bool:
     """Whether a result is smaller than every array that it is made of, as a loss is.
 
-    Its cotangent may meet the region in a sum with multiples of itself.
+    Its cotangent may meet the region in a sum with multiples of itself. What the result
+    is multiplied by does not count.
     """
-    floats = (v for _, v in match.leaves if is_float(graph.dtype(v)))
+    alg, times = match.reading.algebra, match.reading.times or {}
+    factors = {n for a in alg.poly_leaves(times) for n in values_named(alg.defs[a][1])}
+    floats = (
+        v for n, v in match.leaves if is_float(graph.dtype(v)) and n not in factors
+    )
     shapes = [graph.shape(v) for v in (match.value, *floats)]
     if any(not isinstance(n, int) for shape in shapes for n in shape):
         return False
