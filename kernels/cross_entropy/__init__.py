@@ -15,7 +15,7 @@ OP = Op(
     operands=(
         Operand("logits", "... v", True, "The rows, over the classes v."),
         Operand("labels", "...", True, "The class of each row, int."),
-        Operand("first", "1", doc="The number of the first class, int32 [1]; 0 if absent. It is for `reduced` results."),
+        Operand("first", "1", doc="Of a `reduced` result: the first class, int32."),
     ),
     out="...",
     reference=reference,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from rewriter.kernels.cross_entropy.sharding import sharding
 from rewriter.kernels.linear_cross_entropy import xla
 from rewriter.kernels.linear_cross_entropy.cost import cost
 from rewriter.kernels.linear_cross_entropy.reference import reference, sample
-from rewriter.kernels.cross_entropy.sharding import sharding
 from rewriter.ops.op import Op, Operand
 
 OP = Op(
@@ -17,7 +17,7 @@ OP = Op(
         Operand("w", "k v", True, "The weights, with a column for each class."),
         Operand("labels", "...", True, "The class of each row, int."),
         Operand("bias", "v", doc="Added to the logits; 0 if absent."),
-        Operand("first", "1", doc="The number of the first class, int32 [1]; 0 if absent. It is for `reduced` results."),
+        Operand("first", "1", doc="Of a `reduced` result: the first class, int32."),
     ),
     out="...",
     reference=reference,

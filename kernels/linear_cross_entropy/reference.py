@@ -51,7 +51,8 @@ def reference(
         **loss: As of the reference of ``cross_entropy``.
 
     Returns:
-        [...], or [..., 2 or 3] if ``reduced``. It is computed in float32, or float64 if x or w are.
+        [...], or [..., 2 or 3] if ``reduced``. It is computed in float32, or float64 if
+        x or w are.
     """
     del logits_dtype
     y = logits_of(x, w, bias, scale, soft_cap, precision)

@@ -35,7 +35,9 @@ MEETS = frozenset({
 CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
 ADDS = frozenset({"add", "add_any", "sub", "concatenate", "pad", "stack", "reduce_sum"})
 EITHER = frozenset({"mul"}) | CONTRACTIONS
-FACTORS = TRANSPARENT | {"broadcast_in_dim", "reshape", "mul", "div", "neg"}
+FACTORS = TRANSPARENT | {
+    "broadcast_in_dim", "reshape", "mul", "div", "neg", "select_n",
+}  # fmt: skip
 STEPS = 24
 """The most values above a candidate that are examined."""
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type", "mul", "div", "neg"}

@@ -12,12 +12,13 @@ program is. Sums whose numbers are read elsewhere too stay as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from rewriter import _jax
@@ -27,6 +28,9 @@ from rewriter.program.loops import inserted
 
 ADDS = ("add", "add_any", "sub")
 LINEAR = (*ADDS, "mul", "div", "neg", "reduce_sum")
+DEEP = 6
+"""The most equations, one above the other, by which factors are compared."""
+
 ABOVE = 120
 """The most equations above an array of rows that are examined."""
 
@@ -47,13 +51,20 @@ class Term:
     factors: tuple[tuple[Any, int], ...] = ()
     summed: bool = False
 
-    @property
-    def kind(self) -> Any:
-        """Equal for terms that are joined; None for a number."""
-        if not self.summed:
-            return None
-        powers = sorted((id(f), power) for f, power in self.factors)
-        return tuple(powers), self.atom.aval.shape, self.atom.aval.dtype
+
+@dataclass(frozen=True)
+class Where:
+    """Arrays of rows whose other rows are zero.
+
+    Attributes:
+        condition: Which rows, for all arrays.
+        kept: Whether they are those where it is true.
+        atoms: The arrays with all rows.
+    """
+
+    condition: Any
+    kept: bool
+    atoms: tuple[Any, ...]
 
 
 def join(program: Any) -> Any:
@@ -76,7 +87,7 @@ def _joined(body: Any) -> Any:
             if terms and _is_whole(known, eqn.outvars[0]):
                 groups = _groups(known, terms)
                 if any(len(g) > 1 for g in groups):
-                    new[position] = _written(eqn, groups)
+                    new[position] = _written(known, eqn, groups)
     if not new:
         return body
     eqns = [e for k, old in enumerate(body.eqns) for e in new.get(k, (old,))]
@@ -147,16 +158,18 @@ def _times(term: Term, factor: Any, power: int) -> Term:
 
 
 def _groups(known: Equations, terms: Sequence[Term]) -> list[list[Term]]:
-    """The terms, those together that are joined."""
+    """The terms, those together that are joined; the largest of a group first."""
     groups: list[list[Term]] = []
     logits: dict[int, set[Any]] = {}
-    for term in terms:
-        if term.summed:
+    size = lambda t: abs(t.number) if math.isfinite(t.number) else 0.0
+    for term in sorted(terms, key=size, reverse=True):
+        joined = term.summed and size(term) > 0
+        if joined:
             logits[id(term)] = _larger(known, term.atom)
-        for group in groups if term.summed else ():
-            same = group[0].kind == term.kind and math.isfinite(term.number)
-            usable = same and group[0].number and math.isfinite(group[0].number)
-            if usable and not logits[id(group[0])].isdisjoint(logits[id(term)]):
+        for group in groups if joined else ():
+            first = group[0]
+            alike = id(first) in logits and _kind(known, first) == _kind(known, term)
+            if alike and not logits[id(first)].isdisjoint(logits[id(term)]):
                 group.append(term)
                 break
         else:
@@ -164,16 +177,33 @@ def _groups(known: Equations, terms: Sequence[Term]) -> list[list[Term]]:
     return groups
 
 
+def _kind(known: Equations, term: Term) -> Any:
+    """Equal for terms that may be joined: of as many rows, and with equal factors."""
+    aval = term.atom.aval
+    powers = sorted((_text(known, f), power) for f, power in term.factors)
+    return powers, [n for n in aval.shape if n != 1], aval.dtype
+
+
+def _text(known: Equations, atom: Any, depth: int = DEEP) -> str:
+    """What a value is, in text: equal for values that equal equations compute."""
+    if _jax.is_literal(atom):
+        return str(atom.val)
+    eqn = known.maker(atom)
+    if eqn is None or depth == 0 or eqn.effects:
+        return str(id(atom))
+    ins = [_text(known, a, depth - 1) for a in eqn.invars]
+    at = [v is atom for v in eqn.outvars].index(True)
+    return f"{eqn.primitive}[{at} {sorted(eqn.params.items())}]({', '.join(ins)})"
+
+
 def _larger(known: Equations, rows: Any) -> set[Any]:
-    """Floats above an array of rows that have more axes: its logits, not what makes
-    them."""
+    """Arrays of floats above rows, with more axes: logits, and not what makes them."""
+    long = lambda v: sum(n != 1 for n in v.aval.shape)
     found, seen, queue = set(), {rows}, [rows]
     while queue and len(seen) < ABOVE:
         value = queue.pop()
-        aval = value.aval
-        if len(aval.shape) > len(rows.aval.shape) and aval.shape[-1] != 1:
-            if jnp.issubdtype(aval.dtype, jnp.floating):
-                found.add(value)
+        if long(value) > long(rows) and jnp.issubdtype(value.aval.dtype, jnp.floating):
+            found.add(value)
         eqn = known.maker(value)
         if eqn is None or _multiplies(eqn):
             continue
@@ -192,31 +222,99 @@ def _multiplies(eqn: Any) -> bool:
     )
 
 
-def _written(eqn: Any, groups: Sequence[Sequence[Term]]) -> list[Any]:
+def _written(known: Equations, eqn: Any, groups: Sequence[Sequence[Term]]) -> list[Any]:
     """The equations of a number that is the sum of some groups of terms."""
-    out = eqn.outvars[0]
+    out, wheres = eqn.outvars[0], [_where(known, g) for g in groups]
+    groups = [
+        g
+        if w is None
+        else [replace(t, atom=a) for t, a in zip(g, w.atoms, strict=True)]
+        for g, w in zip(groups, wheres, strict=True)
+    ]
     atoms = [t.atom for g in groups for t in g]
     atoms += [f for g in groups for f, _ in g[0].factors]
+    atoms += [w.condition for w in wheres if w is not None]
     named = list({id(a): a for a in atoms if not _jax.is_literal(a)}.values())
 
     def code(*arrays: jax.Array) -> jax.Array:
         at = dict(zip(map(id, named), arrays, strict=True))
         read = lambda a: a.val if _jax.is_literal(a) else at[id(a)]
-        total = sum(_value(g, read) for g in groups)
+        pairs = zip(groups, wheres, strict=True)
+        total = sum(_value(g, w, read) for g, w in pairs)
         total = jnp.asarray(total, out.aval.dtype)
         return _jax.weakly_typed(total) if out.aval.weak_type else total
 
     fragment = _jax.trace_placed(code, [a.aval for a in named])
-    made, (result,) = inserted(fragment, named, eqn.source_info)
+    made, _ = inserted(fragment, named, eqn.source_info)
     return [*made[:-1], made[-1].replace(outvars=[out])]
 
 
-def _value(group: Sequence[Term], read: Any) -> Any:
+def _where(known: Equations, group: Sequence[Term]) -> Where | None:
+    """The condition under which all arrays of a group are zero, if there is one."""
+    if len(group) < 2:
+        return None
+    found = [_selected(known, t.atom) for t in group]
+    if None in found:
+        return None
+    condition, kept, _ = found[0]
+    if any(c is not condition or k != kept for c, k, _ in found):
+        return None
+    return Where(condition, kept, tuple(a for *_, a in found))
+
+
+Given = Mapping[Any, Any]
+"""What the inputs of a call's body are given."""
+
+
+def _selected(
+    known: Equations,
+    atom: Any,
+    given: Given = {},  # noqa: B006
+) -> tuple[Any, bool, Any] | None:
+    """(condition, whether rows are kept where it is true, them) of a choice of rows."""
+    eqn = known.maker(atom)
+    if eqn is None:
+        return None
+    if _jax.call_kind(eqn) == "call":
+        (body,) = jaxprs_in_params(eqn.params)
+        inner, at = Equations(body), [v is atom for v in eqn.outvars].index(True)
+        inside = dict(zip(body.invars, eqn.invars, strict=True))
+        found = _selected(inner, inner.outs[at], inside)
+        if found is None or found[0] not in inside or found[2] not in inside:
+            return None
+        return inside[found[0]], found[1], inside[found[2]]
+    if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
+        return None
+    condition, *cases = eqn.invars
+    zeros = [_is_zero(known, c, given) for c in cases]
+    alike = all(a.aval.shape == atom.aval.shape for a in eqn.invars)
+    if sum(zeros) != 1 or not alike:
+        return None
+    return condition, zeros[0], cases[zeros[0]]
+
+
+def _is_zero(known: Equations, atom: Any, given: Given) -> bool:
+    """Whether a value is zero everywhere."""
+    atom = atom if _jax.is_literal(atom) else given.get(atom, atom)
+    if _jax.is_literal(atom):
+        return not atom.aval.shape and float(atom.val) == 0
+    eqn = known.maker(atom)
+    copies = ("broadcast_in_dim", "convert_element_type")
+    copied = eqn is not None and eqn.primitive.name in copies
+    return copied and _is_zero(known, eqn.invars[0], given)
+
+
+def _value(group: Sequence[Term], where: Where | None, read: Any) -> Any:
     """The sum of a group of terms."""
     first, *others = group
     total = read(first.atom)
     for term in others:
-        total = total + term.number / first.number * read(term.atom)
+        rows = jnp.reshape(read(term.atom), first.atom.aval.shape)
+        total = total + term.number / first.number * rows
+    if where is not None:
+        cases = [jnp.zeros_like(total), total]
+        keep = jnp.reshape(read(where.condition), total.shape)
+        total = lax.select_n(keep, *(cases if where.kept else cases[::-1]))
     if first.summed:
         total = jnp.sum(total)
     if first.number != 1:
