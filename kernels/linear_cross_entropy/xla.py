@@ -40,7 +40,7 @@ likely to have no memory: they are held two or three times."""
 
 def supports(spec: Spec) -> Verdict:
     """Takes real floating operands, weights [k, v] and a label for each row."""
-    floats = [n for n in spec.operands if n != "labels"]
+    floats = [n for n in spec.operands if n not in ("labels", "first")]
     return all_of(
         *(is_float(spec, n) for n in floats),
         _matrix(spec),
