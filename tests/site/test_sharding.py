@@ -61,13 +61,14 @@ def devices(count: int) -> str:
 @pytest.mark.parametrize(
     "command",
     slow.first(
-        11,
+        12,
         [
             ("mesh_grid", "11"),
             pytest.param(("mesh_grid", "1", "auto_axes"), marks=pytest.mark.once),
             ("sharded_calls",),
             pytest.param(("sharded_masks",), marks=pytest.mark.once),
             pytest.param(("sharded_rows",), marks=pytest.mark.once),
+            pytest.param(("sharded_losses", "--brief"), marks=pytest.mark.once),
             pytest.param(("sharded_quantized",), marks=pytest.mark.once),
             pytest.param(("sharded_scored",), marks=pytest.mark.once),
             pytest.param(("sharded_experts",), marks=pytest.mark.once),
@@ -84,6 +85,7 @@ def devices(count: int) -> str:
         "calls",
         "masks",
         "rows",
+        "losses",
         "matrices of few bits",
         "functions of scores",
         "experts",

@@ -1,7 +1,8 @@
 """Run by test_sharding.py on eight devices: losses whose classes are split.
 
-Values and gradients are compared with float64, with a kernel forced. No collective is
-larger than the original's, and none is of another kind. No more memory is needed.
+``python -m tests.support.sharded_losses [--brief] [NUMBER]``. Values and gradients are
+compared with float64, with a kernel forced. Collectives are no larger than the
+original's, and none is of another kind. No more memory is needed.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ def ignoring(y: Any, labels: Any) -> Any:
 LOSSES = (picked, of_totals, one_hot, smoothed, with_z, padded, ignoring)
 
 
+BY_CLASS, BY_ROW = P(None, "model"), P("data")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A loss on a mesh.
@@ -92,15 +96,19 @@ class Case:
         asked: How logits are split, if the program asks for that.
         kind: Of the axes of the mesh.
         given: Whether logits are given in place of x and w.
+        over: How the site says that it is split; ``""`` if it is left to XLA.
+        brief: Whether it is part of every run of the tests.
     """
 
     loss: Callable[..., Any]
     logits: Callable[..., Any] | None = None
-    w: Any = P(None, "model")
-    rows: Any = P("data")
+    w: Any = BY_CLASS
+    rows: Any = BY_ROW
     asked: Any = None
     kind: Any = AxisType.Auto
     given: bool = False
+    over: str = "v over model"
+    brief: bool = False
 
 
 def tied(x: Any, w: Any, bias: Any) -> Any:
@@ -114,12 +122,6 @@ def capped(x: Any, w: Any, bias: Any) -> Any:
     return 5 * jnp.tanh((x @ w * 0.5 + bias) / 5)
 
 
-def rounded(x: Any, w: Any, bias: Any) -> Any:
-    """Logits of a product of 16 bits."""
-    del bias
-    return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
-
-
 def product(x: Any, w: Any, bias: Any) -> Any:
     """A product."""
     del bias
@@ -127,21 +129,24 @@ def product(x: Any, w: Any, bias: Any) -> Any:
 
 
 ALL = P(None, ("data", "model"))
+CLASSES = P("data", None, "model")
 CASES = (
-    *(Case(loss, product) for loss in LOSSES),
+    *(Case(loss, product, brief=loss is with_z) for loss in LOSSES),
     Case(picked, tied, w=P("model")),
     Case(of_totals, capped),
-    Case(with_z, capped, w=ALL, rows=P()),
+    Case(with_z, product, w=ALL, rows=P(), over="v over data and model"),
     Case(picked, product, w=P("data", "model")),
-    Case(one_hot, product, w=P(), asked=P("data", None, "model")),
-    Case(of_totals, product, asked=P("data", None, "model")),
+    Case(one_hot, product, w=P(), asked=CLASSES, over=""),
+    Case(of_totals, product, asked=CLASSES),
     Case(of_totals, product, rows=P()),
-    Case(with_z, product, w=P(None, "data")),
-    Case(one_hot, product, kind=AxisType.Explicit),
+    Case(with_z, product, w=P(None, "data"), over="v over data"),
+    Case(with_z, product, w=P("data"), over="...2 over data"),
+    Case(one_hot, product, kind=AxisType.Explicit, brief=True),
     Case(smoothed, capped, kind=AxisType.Explicit),
-    Case(of_totals, given=True, w=P("data", None, "model")),
-    Case(smoothed, given=True, w=P("data", None, "model")),
-    Case(padded, given=True, w=P("data", None, "model")),
+    Case(padded, product, brief=True),
+    Case(of_totals, given=True, w=CLASSES),
+    Case(smoothed, given=True, w=CLASSES, brief=True),
+    Case(padded, given=True, w=CLASSES),
 )  # fmt: skip
 
 
@@ -174,27 +179,33 @@ def checked(case: Case) -> list[str]:
         jax.device_put(a, NamedSharding(mesh, s))
         for a, s in zip(arrays, specs, strict=True)
     ]
+    fast = functools.partial(rewriter.optimize, implementation=FORCED)
+    later = jax.value_and_grad(fast(f), wrt)
+    programs = {
+        "forward": (jax.jit(f), fast(f)),
+        "step": (jax.jit(step), fast(step)),
+        "differentiated later": (jax.jit(step), jax.jit(later)),
+    }
+    if "--brief" in sys.argv:
+        del programs["forward"]
     wrong = []
     with jax.set_mesh(mesh):
-        for name, original, fast in (
-            ("forward", jax.jit(f), rewriter.optimize(f, implementation=FORCED)),
-            ("step", jax.jit(step), rewriter.optimize(step, implementation=FORCED)),
-            ("grad of optimized", jax.jit(step),
-             jax.jit(jax.value_and_grad(
-                 rewriter.optimize(f, implementation=FORCED), wrt))),
-        ):  # fmt: skip
-            before, after = (g.lower(*placed).compile() for g in (original, fast))
-            got = after(*placed)
-            wrong += [f"{name}: {w}" for w in _compared(before, after, got, case)]
-            if hasattr(fast, "report"):
-                sites = fast.report(*placed).sites
-                if not sites or not all(s.replaced for s in sites):
-                    why = [s.not_chosen for s in sites]
-                    wrong.append(f"{name}: not replaced {why}")
-                elif not any("v over" in s.sharding for s in sites):
-                    if case.w != P(None, "data"):
-                        wrong.append(f"{name}: {[s.sharding for s in sites]}")
+        for name, (original, new) in programs.items():
+            before, after = (g.lower(*placed).compile() for g in (original, new))
+            wrong += [f"{name}: {w}" for w in _compared(before, after, placed, case)]
+            if hasattr(new, "report"):
+                sites = new.report(*placed).sites
+                wrong += [f"{name}: {w}" for w in _kept(sites, case, name)]
     return wrong
+
+
+def _kept(sites: Any, case: Case, name: str) -> list[str]:
+    """What is wrong with the sites."""
+    (site,) = sites
+    if bool(case.over) != site.replaced or case.over not in site.sharding:
+        return [f"{site.sharding} {site.not_chosen}"]
+    found = site.backward or name != "step" or not case.over
+    return [] if found else ["no gradients"]
 
 
 @functools.cache
@@ -208,24 +219,23 @@ def _wide(case: Case) -> tuple[Any, Any]:
         return jax.tree.map(np.asarray, jax.value_and_grad(f, wrt)(*wide))
 
 
-def _compared(before: Any, after: Any, got: Any, case: Case) -> list[str]:
-    wrong = []
-    value, grads = _wide(case)
+def _compared(before: Any, after: Any, args: Any, case: Case) -> list[str]:
+    """What is wrong with a rewritten program."""
+    wrong, got, (value, grads) = [], after(*args), _wide(case)
     want = (value, grads) if isinstance(got, tuple) else value
-    limit = 2e-2 if case.logits is rounded else 2e-5
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a = np.asarray(a, "f8")
         if not np.array_equal(np.isnan(a), np.isnan(b)):
             wrong.append("NaN elsewhere")
-        error = np.linalg.norm(np.nan_to_num(a - b))
-        if error > limit * np.linalg.norm(np.nan_to_num(b)):
-            wrong.append(f"error {error / np.linalg.norm(np.nan_to_num(b)):.1e}")
+        off, size = (np.linalg.norm(np.nan_to_num(x)) for x in (a - b, b))
+        if off > 2e-5 * size:
+            wrong.append(f"error {off / size:.1e}")
     was, now = (collectives_in(c.as_text()) for c in (before, after))
     if extra := set(now) - set(was):
         wrong.append(f"also {extra}: {was} -> {now}")
     if received(now) > received(was):
         wrong.append(f"{received(now)} B between devices: {was} -> {now}")
-    if memory(after) > 1.05 * memory(before) + (64 << 10):
+    if not case.given and memory(after) > 1.05 * memory(before) + (64 << 10):
         wrong.append(f"{memory(after)} B, before {memory(before)} B")
     if "-v" in sys.argv:
         print("   ", was, "->", now, memory(before), "->", memory(after))
@@ -234,15 +244,15 @@ def _compared(before: Any, after: Any, got: Any, case: Case) -> list[str]:
 
 def main() -> int:
     """Prints what is wrong; the number of wrong cases."""
-    bad = 0
+    bad, numbers = 0, [int(a) for a in sys.argv[1:] if a.isdigit()]
     for k, case in enumerate(CASES):
-        if len(sys.argv) > 1 and sys.argv[-1].isdigit() and int(sys.argv[-1]) != k:
+        if k not in numbers if numbers else "--brief" in sys.argv and not case.brief:
             continue
         wrong = checked(case)
         bad += bool(wrong)
-        name = getattr(case.logits, "__name__", "given")
-        print(k, case.loss.__name__, name, case.w, case.rows, case.asked or "",
-              "BAD" if wrong else "", *wrong, sep=" ", flush=True)  # fmt: skip
+        print("BAD" if wrong else "ok", k, case.loss.__name__,
+              getattr(case.logits, "__name__", "given"), case.w, case.rows,
+              case.asked or "", *wrong, flush=True)  # fmt: skip
     return bad
 
 
