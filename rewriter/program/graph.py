@@ -17,6 +17,7 @@ import numpy as np
 
 from rewriter import _jax
 from rewriter.program.equal_constants import Constants
+from rewriter.program.equal_loops import Loops
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +122,7 @@ class Graph:
         self._known: dict[Any, Any] = {}
         self._signatures: dict[Any, int] = {}
         self._signatures_in: dict[int, list[int]] = {}
-        self._equal = Constants()
+        self._equal, self._loops = Constants(), Loops(self._signatures_of)
         self._literals: dict[Any, int] = {}
         self._user_rules: dict[Any, bool] = dict.fromkeys(proved, True)
         self.top = Scope("top", None, -1, 0, closed_jaxpr)
@@ -262,7 +263,9 @@ class Graph:
     def _add_equation(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         name = eqn.primitive.name
         if name == _ROUNDING:
-            if _keeps_precision(eqn):  # a value that a checkpoint saves: the same value
+            if _jax.keeps_precision(
+                eqn
+            ):  # a checkpoint saves the same value
                 return (ins[0],)
             signature = self._number_of(f"{name} {eqn.params}")
             return self._merged(scope, position, eqn, ins, signature)
@@ -332,6 +335,8 @@ class Graph:
             self._note_counter(child, n_consts + k, k, ins[n_consts + k], length)
         for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
             self.per_step[value, length, backwards] = self.read(child, var)
+        last = self._loops.first(eqn, ins, outs[:n_carry], scope.runs_again)
+        outs = (*last, *outs[n_carry:])
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
 
@@ -485,13 +490,6 @@ class Graph:
         if const is None or np.shape(const):
             return None
         return np.asarray(const).item()
-
-
-def _keeps_precision(eqn: Any) -> bool:
-    """Whether a `reduce_precision` leaves all bits of its operand's type."""
-    kind = jnp.finfo(eqn.invars[0].aval.dtype)
-    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
-    return bits[0] >= kind.nexp and bits[1] >= kind.nmant
 
 
 def variable(scope: Scope, value: int) -> tuple[int, Any] | None:
