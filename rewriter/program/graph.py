@@ -328,7 +328,7 @@ class Graph:
         )
         outs = self._opaque(scope, position, eqn, ins)
         child = scope.children[position][-1]
-        self.slices[outs[0] if outs else -1] = dict(
+        self.slices[outs[-1] if outs else -1] = dict(
             zip(ins[first:], steps, strict=True)
         )
         for k in range(n_carry):
@@ -336,7 +336,9 @@ class Graph:
         for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
             self.per_step[value, length, backwards] = self.read(child, var)
         last = self._loops.first(eqn, ins, outs[:n_carry], scope.runs_again)
-        outs = (*last, *outs[n_carry:])
+        if last != outs[:n_carry]:
+            node = self.producer[outs[0]][0]
+            node.outs = outs = (*last, *outs[n_carry:])
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
 
@@ -346,7 +348,7 @@ class Graph:
         for value in wholes:
             node = self.node_of(value)
             if node is not None and node.prim == "scan":
-                found |= self.slices.get(node.outs[0], {})
+                found |= self.slices.get(node.outs[-1], {})
         return found
 
     def _note_counter(self, body: Scope, at: int, k: int, first: int, length: Any):
