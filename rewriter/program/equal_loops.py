@@ -6,17 +6,17 @@ its equation differs from that of the first run. Its carries are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from rewriter import _jax
 from rewriter.program.equations import live
 
-Signatures = Callable[[Sequence[Any]], Sequence[int]]
+HOISTED = 12
+"""The most equations, one above the other, that make what every step reads."""
 
 
 @dataclass(eq=False)
@@ -24,15 +24,14 @@ class Loops:
     """The loops that were seen, by what their carries are.
 
     Attributes:
-        signatures: Gives a number for each equation of a body, equal for those with
-            equal primitives and parameters; below zero for others.
+        graph: The graph that they are in.
         numbers: By content, the number of a value of a body.
         carries: By what they are, the last carries of the first such loop.
         seen: Loops that are not in `carries` yet: what they are is told once there is a
             recomputation.
     """
 
-    signatures: Signatures
+    graph: Any
     numbers: dict[Hashable, int] = field(default_factory=dict)
     carries: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     seen: list[tuple[Any, Sequence[int], tuple[int, ...]]] = field(default_factory=list)
@@ -62,46 +61,64 @@ class Loops:
         body, n_consts, n_carry, length = _jax.scan_parts(eqn)
         if eqn.effects or not n_carry:
             return None
+        given = []
+        for k, value in enumerate(ins):
+            if k < n_consts:
+                given.append(self._outside(value, HOISTED))
+            else:
+                place = min(k - n_consts, n_carry)  # which carry, or a step of an array
+                given.append(self._number(("input", place, value)))
+        outs = self._results(body, given, n_carry)
+        return None if outs is None else (length, bool(eqn.params["reverse"]), outs)
+
+    def _outside(self, value: int, depth: int) -> int:
+        """The number of a value that every step reads; some loops make it themselves.
+
+        The first run of a loop may make its positions step by step, where its
+        recomputation makes them before it.
+        """
+        const, found = self.graph.constants.get(value), self.graph.producer.get(value)
+        if const is not None and not np.shape(const):
+            return self._literal(const, self.graph.dtype(value))
+        if found is None or found[0].signature < 0 or depth == 0:
+            return self._number(("input", -1, value))
+        operands = tuple(self._outside(i, depth - 1) for i in found[0].ins)
+        return self._number((found[0].signature, operands, found[1]))
+
+    def _literal(self, value: Any, dtype: Any) -> int:
+        if _jax.is_opaque(value):
+            return self._number(("opaque", id(value)))
+        return self._number(("literal", str(dtype), np.asarray(value, dtype).tobytes()))
+
+    def _results(
+        self, body: Any, given: Sequence[int], count: int
+    ) -> tuple[int, ...] | None:
+        """The numbers of a body's first results; None if they cannot be told."""
         inner = getattr(body, "jaxpr", body)
         consts = zip(inner.constvars, _jax.consts_of(body), strict=True)
         known = {v: self._number(("constant", id(c))) for v, c in consts}
-        for k, (var, value) in enumerate(zip(inner.invars, ins, strict=True)):
-            kind = (k >= n_consts) + (k >= n_consts + n_carry)
-            place = k if kind == 1 else -1
-            known[var] = self._number(("input", kind, place, value))
-        signatures = self.signatures(inner.eqns)
+        known |= dict(zip(inner.invars, given, strict=True))
+        signatures = self.graph.signatures_of(inner.eqns)
         numbers = dict(zip(map(id, inner.eqns), signatures, strict=True))
-        kept, _ = live(inner.eqns, inner.outvars[:n_carry])
-        for one in kept:
-            what = _what(one, numbers[id(one)])
-            if what is None:
+        kept, _ = live(inner.eqns, inner.outvars[:count])
+        for eqn in kept:
+            operands = tuple(self._read(known, a) for a in eqn.invars)
+            signature, results = numbers[id(eqn)], None
+            if signature >= 0:
+                places = range(len(eqn.outvars))
+                results = [self._number((signature, operands, k)) for k in places]
+            elif _jax.call_kind(eqn) in ("call", "remat"):
+                body = _jax.call_body(eqn)
+                results = self._results(body, operands, len(eqn.outvars))
+            if results is None:
                 return None
-            operands = tuple(self._read(known, a) for a in one.invars)
-            for k, var in enumerate(one.outvars):
-                known[var] = self._number((what, operands, k))
-        outs = tuple(self._read(known, a) for a in inner.outvars[:n_carry])
-        return length, bool(eqn.params["reverse"]), outs
+            known.update(zip(eqn.outvars, results, strict=True))
+        return tuple(self._read(known, a) for a in inner.outvars[:count])
 
     def _read(self, known: dict[Any, int], atom: Any) -> int:
         if not _jax.is_literal(atom):
             return known[atom]
-        value = np.asarray(atom.val)
-        return self._number(("literal", str(atom.aval), value.tobytes()))
+        return self._literal(atom.val, atom.aval.dtype)
 
     def _number(self, content: Hashable) -> int:
         return self.numbers.setdefault(content, len(self.numbers))
-
-
-def _what(eqn: Any, signature: int) -> Hashable:
-    """The primitive and parameters of an equation; None if they cannot be compared."""
-    if signature >= 0:
-        return signature
-    bodies = list(jaxprs_in_params(eqn.params))
-    inside = [e for b in bodies for e in b.eqns]
-    if _jax.call_kind(eqn) != "call" or eqn.effects or any(
-        b.constvars or b.effects for b in bodies
-    ):  # fmt: skip
-        return None
-    if any(list(jaxprs_in_params(e.params)) for e in inside):
-        return None
-    return eqn.primitive.name, tuple(map(str, bodies))

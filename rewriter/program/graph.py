@@ -122,7 +122,7 @@ class Graph:
         self._known: dict[Any, Any] = {}
         self._signatures: dict[Any, int] = {}
         self._signatures_in: dict[int, list[int]] = {}
-        self._equal, self._loops = Constants(), Loops(self._signatures_of)
+        self._equal, self._loops = Constants(), Loops(self)
         self._literals: dict[Any, int] = {}
         self._user_rules: dict[Any, bool] = dict.fromkeys(proved, True)
         self.top = Scope("top", None, -1, 0, closed_jaxpr)
@@ -176,7 +176,7 @@ class Graph:
             self._bind(scope, var, value, -1)
         env, first_var = scope.env, scope.first_var
         variable = _jax.Var
-        signatures = self._signatures_of(jaxpr.eqns)
+        signatures = self.signatures_of(jaxpr.eqns)
         for position, eqn in enumerate(jaxpr.eqns):
             ins = [
                 env[a] if a.__class__ is variable else self.read(scope, a)
@@ -194,7 +194,7 @@ class Graph:
                         first_var[value] = (position, var)
         return [self.read(scope, a) for a in jaxpr.outvars]
 
-    def _signatures_of(self, eqns: Sequence[Any]) -> list[int]:
+    def signatures_of(self, eqns: Sequence[Any]) -> list[int]:
         """A number per equation, equal for equal primitive and parameters.
 
         Equations that are never merged have numbers of their own, below zero.
@@ -263,9 +263,7 @@ class Graph:
     def _add_equation(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         name = eqn.primitive.name
         if name == _ROUNDING:
-            if _jax.keeps_precision(
-                eqn
-            ):  # a checkpoint saves the same value
+            if _jax.keeps_precision(eqn):  # a checkpoint saves the same value
                 return (ins[0],)
             signature = self._number_of(f"{name} {eqn.params}")
             return self._merged(scope, position, eqn, ins, signature)
