@@ -23,7 +23,7 @@ from jax.extend.core import jaxprs_in_params
 
 from rewriter import _jax
 from rewriter.program.bodies import map_bodies
-from rewriter.program.equations import Equations
+from rewriter.program.equations import Equations, live
 from rewriter.program.loops import inserted
 
 ADDS = ("add", "add_any", "sub")
@@ -91,7 +91,8 @@ def _joined(body: Any) -> Any:
     if not new:
         return body
     eqns = [e for k, old in enumerate(body.eqns) for e in new.get(k, (old,))]
-    return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
+    outs = getattr(body, "jaxpr", body).outvars
+    return _jax.with_equations(body, live(eqns, outs)[0], outs)
 
 
 def _is_sum(eqn: Any) -> bool:
@@ -113,7 +114,7 @@ def _is_whole(known: Equations, value: Any) -> bool:
     readers = known.readers(value)
     if len(readers) != 1 or readers[0] == known.end:
         return True
-    return known.eqns[readers[0]].primitive.name not in LINEAR
+    return known.eqns[readers[0]].primitive.name not in ADDS
 
 
 def _terms(known: Equations, atom: Any, readers: int) -> list[Term]:
