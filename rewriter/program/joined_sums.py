@@ -11,6 +11,7 @@ program is. Sums whose numbers are read elsewhere too stay as they are.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +27,13 @@ from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import Equations, live
 from rewriter.program.loops import inserted
 
+log = logging.getLogger("rewriter.joined_sums")
+
 ADDS = ("add", "add_any", "sub")
 LINEAR = (*ADDS, "mul", "div", "neg", "reduce_sum")
+CHAIN = 64
+"""The most equations, one above the other, of a sum of numbers."""
+
 DEEP = 6
 """The most equations, one above the other, by which factors are compared."""
 
@@ -82,12 +88,15 @@ def _joined(body: Any) -> Any:
         return body
     known, new = Equations(body), {}
     for position, eqn in enumerate(body.eqns):
-        if eqn.primitive.name in ADDS and _is_number(eqn.outvars[0]):
-            terms = _terms(known, eqn.outvars[0], known.end + 1)
-            if terms and _is_whole(known, eqn.outvars[0]):
-                groups = _groups(known, terms)
-                if any(len(g) > 1 for g in groups):
+        if eqn.primitive.name not in ADDS or not _is_number(eqn.outvars[0]):
+            continue
+        if _is_whole(known, eqn.outvars[0]):
+            groups = _groups(known, _terms(known, eqn.outvars[0], known.end + 1))
+            if any(len(g) > 1 for g in groups):
+                try:
                     new[position] = _written(known, eqn, groups)
+                except Exception as why:  # JAX has no rule for their placement
+                    log.debug("sums stay apart: %s", why)
     if not new:
         return body
     eqns = [e for k, old in enumerate(body.eqns) for e in new.get(k, (old,))]
@@ -117,24 +126,25 @@ def _is_whole(known: Equations, value: Any) -> bool:
     return known.eqns[readers[0]].primitive.name not in ADDS
 
 
-def _terms(known: Equations, atom: Any, readers: int) -> list[Term]:
+def _terms(known: Equations, atom: Any, readers: int, depth: int = CHAIN) -> list[Term]:
     """The terms of a number; itself if it is read elsewhere, too.
 
     Args:
         known: The equations.
         atom: The number.
         readers: The most readers it may have to be taken apart.
+        depth: The most equations, one above the other, that are looked through.
     """
     eqn = None if _jax.is_literal(atom) else known.maker(atom)
     alone = eqn is not None and len(known.readers(atom)) <= readers
-    if not alone or eqn.primitive.name not in LINEAR:
+    if not alone or not depth or eqn.primitive.name not in LINEAR:
         return [Term(atom)]
     if any(a.aval.dtype != atom.aval.dtype for a in eqn.invars):
         return [Term(atom)]
     name, ins = eqn.primitive.name, eqn.invars
     if name == "reduce_sum":
         return [Term(ins[0], summed=True)] if _is_sum(eqn) else [Term(atom)]
-    parts = [_terms(known, a, 1) for a in ins]
+    parts = [_terms(known, a, 1, depth - 1) for a in ins]
     if name in ADDS:
         if name == "sub":
             parts[1] = [replace(t, number=-t.number) for t in parts[1]]
@@ -143,9 +153,9 @@ def _terms(known: Equations, atom: Any, readers: int) -> list[Term]:
         return [replace(t, number=-t.number) for t in parts[0]]
     if not any(t.summed for t in parts[0]) and name == "mul":
         parts, ins = parts[::-1], ins[::-1]
-    if not any(t.summed for t in parts[0]):
-        return [Term(atom)]
-    return [_times(t, ins[1], -1 if name == "div" else 1) for t in parts[0]]
+    found = [_times(t, ins[1], -1 if name == "div" else 1) for t in parts[0]]
+    usable = all(math.isfinite(t.number) for t in found)
+    return found if usable and any(t.summed for t in found) else [Term(atom)]
 
 
 def _times(term: Term, factor: Any, power: int) -> Term:
@@ -162,9 +172,8 @@ def _groups(known: Equations, terms: Sequence[Term]) -> list[list[Term]]:
     """The terms, those together that are joined; the largest of a group first."""
     groups: list[list[Term]] = []
     logits: dict[int, set[Any]] = {}
-    size = lambda t: abs(t.number) if math.isfinite(t.number) else 0.0
-    for term in sorted(terms, key=size, reverse=True):
-        joined = term.summed and size(term) > 0
+    for term in sorted(terms, key=lambda t: abs(t.number), reverse=True):
+        joined = term.summed and term.number != 0
         if joined:
             logits[id(term)] = _larger(known, term.atom)
         for group in groups if joined else ():
@@ -310,11 +319,13 @@ def _value(group: Sequence[Term], where: Where | None, read: Any) -> Any:
     first, *others = group
     total = read(first.atom)
     for term in others:
-        rows = jnp.reshape(read(term.atom), first.atom.aval.shape)
+        rows, shape = read(term.atom), first.atom.aval.shape
+        rows = rows if rows.shape == shape else jnp.reshape(rows, shape)
         total = total + term.number / first.number * rows
     if where is not None:
         cases = [jnp.zeros_like(total), total]
-        keep = jnp.reshape(read(where.condition), total.shape)
+        keep = read(where.condition)
+        keep = keep if keep.shape == total.shape else jnp.reshape(keep, total.shape)
         total = lax.select_n(keep, *(cases if where.kept else cases[::-1]))
     if first.summed:
         total = jnp.sum(total)
