@@ -35,6 +35,9 @@ MEETS = frozenset({
 CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
 ADDS = frozenset({"add", "add_any", "sub", "concatenate", "pad", "stack", "reduce_sum"})
 EITHER = frozenset({"mul"}) | CONTRACTIONS
+PRODUCTS = LAYOUT_PRIMITIVES | TRANSPARENT | {
+    "mul", "div", "neg", "integer_pow", "square", "convert_element_type",
+}  # fmt: skip
 FACTORS = TRANSPARENT | {
     "broadcast_in_dim", "reshape", "mul", "div", "neg", "select_n",
 }  # fmt: skip
@@ -70,12 +73,15 @@ def cotangents(graph: Graph, match: Match, *, ruled: bool = False) -> list[int]:
 
 
 def _is_product(graph: Graph, value: int, others: Set[int], region: Set[int]) -> bool:
-    """Whether a value is computed from other candidates, the region and numbers."""
+    """Whether a value is a product of other candidates, the region and numbers.
+
+    A choice is none: that of rows which are no NaN keeps the others' cotangent zero.
+    """
     seen, queue, met = {value}, [(value, False)], False
     while queue and len(seen) <= STEPS:
         at, beyond = queue.pop()
         node = graph.node_of(at)
-        if node is None or not is_local(node):
+        if node is None or node.prim not in PRODUCTS:
             if not beyond:
                 return False
             continue
@@ -94,7 +100,7 @@ def factors_of(graph: Graph, match: Match, cotangent: int) -> tuple[Set[int]] | 
     cotangents, each of which is a multiple of the other: a proof for any cotangent
     cannot know that.
     """
-    if not _reduces(graph, match):
+    if not reduces(graph, match):
         return None
     found: set[int] = set()
     queue, seen = [cotangent], 0
@@ -118,7 +124,7 @@ def _meeting(
     Products with a number, such as the root of a width, are skipped: layers share it.
     """
     shape, dtype = graph.shape(match.value), graph.dtype(match.value)
-    added = _reduces(graph, match)
+    added = reduces(graph, match)
     for value in sorted(region, reverse=True):
         users = graph.users(value)
         if not users or len(users) > SHARED or graph.shape(value) == ():
@@ -182,7 +188,7 @@ def _under_layout(graph: Graph, value: int, added: bool) -> Iterator[int]:
             value = moving[-1] if node.prim == "mul" else moving[0]
 
 
-def _reduces(graph: Graph, match: Match) -> bool:
+def reduces(graph: Graph, match: Match) -> bool:
     """Whether a result is smaller than every array that it is made of, as a loss is.
 
     Its cotangent may meet the region in a sum with multiples of itself. What the result

@@ -23,7 +23,12 @@ from rewriter.find.region import Regions
 from rewriter.gradients.addends import returned
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.backward_place import home_of
-from rewriter.gradients.cotangents import cotangents, factors_of, is_float
+from rewriter.gradients.cotangents import (
+    cotangents,
+    factors_of,
+    is_float,
+    reduces,
+)
 from rewriter.gradients.cut import Cut
 from rewriter.gradients.insertion_point import obstacle, read_instead
 from rewriter.gradients.known import Known, found_again, known
@@ -39,6 +44,8 @@ ATTEMPTS = 3
 """The search gives up after so many regions of one kind without gradients."""
 CANDIDATES = 6
 """The most candidates for the cotangent of one region."""
+OF_A_LOSS = 12
+"""The same for a loss: its rows' factors, such as a log-sum-exp, have its shape too."""
 
 
 @dataclass(eq=False)
@@ -338,7 +345,8 @@ def _proved(
         return memory.reference[key]
 
     more = None
-    for cotangent in candidates[:CANDIDATES]:
+    most = OF_A_LOSS if reduces(graph, match) else CANDIDATES
+    for cotangent in candidates[:most]:
         try:
             prove = functools.partial(
                 proved_gradients, graph, match, cotangent, reference, memory.returned
