@@ -7,6 +7,7 @@ import math
 from rewriter.kernels.cross_entropy import xla
 from rewriter.kernels.cross_entropy.cost import cost
 from rewriter.kernels.cross_entropy.reference import reference, sample
+from rewriter.kernels.cross_entropy.sharding import sharding
 from rewriter.ops.op import Op, Operand
 
 OP = Op(
@@ -14,6 +15,7 @@ OP = Op(
     operands=(
         Operand("logits", "... v", True, "The rows, over the classes v."),
         Operand("labels", "...", True, "The class of each row, int."),
+        Operand("first", "1", doc="Of a `reduced` result: the first class, int32."),
     ),
     out="...",
     reference=reference,
@@ -22,10 +24,11 @@ OP = Op(
     defaults={
         "label_smoothing": 0.0, "z_loss": 0.0, "outside": "nan",
         "of_log_probabilities": False, "whole_slopes": False,
-        "used": 0, "fill": -math.inf, "out_dtype": None,
+        "used": 0, "fill": -math.inf, "reduced": False, "out_dtype": None,
     },
     parallel="...",
     cost=cost,
+    sharding=sharding,
 )  # fmt: skip
 
 KERNELS = (xla.KERNEL,)

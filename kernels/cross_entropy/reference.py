@@ -17,6 +17,7 @@ def reference(
     *,
     logits: jax.Array,
     labels: jax.Array,
+    first: jax.Array | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     outside: str = "nan",
@@ -24,6 +25,7 @@ def reference(
     whole_slopes: bool = False,
     used: int = 0,
     fill: float = -math.inf,
+    reduced: bool = False,
     out_dtype: str | None = None,
 ) -> jax.Array:
     """Returns the cross-entropy of each row with its label.
@@ -44,12 +46,19 @@ def reference(
         used: Only so many of the first classes have logits; 0 for all. It is not for
             losses with `label_smoothing`.
         fill: The logit of the other classes, far below all logits.
+        reduced: Whether the result is not the loss, but what it is made of: the
+            log-sum-exp of each row, the picked logit or 0, and with `label_smoothing`
+            the sum of the logits. These are of some of all classes, from `first` on.
         out_dtype: The result's dtype; that in which it is computed by default.
 
     Returns:
-        [...]. It is computed in float32, or float64 if logits are.
+        [...], or [..., 2 or 3] if `reduced`. It is computed in float32, or float64 if
+        logits are.
     """
     y = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if reduced:
+        start = jnp.zeros(1, jnp.int32) if first is None else first
+        return _reduced(y, labels, start, used, label_smoothing > 0)
     if used:
         y = jnp.where(jnp.arange(y.shape[-1], dtype=jnp.int32) < used, y, fill)
     top = lax.stop_gradient(y.max(-1, keepdims=True))
@@ -66,6 +75,22 @@ def reference(
     if z_loss:
         out = out + z_loss * lse * lse
     return out.astype(out_dtype or out.dtype)
+
+
+def _reduced(
+    y: jax.Array, labels: jax.Array, first: jax.Array, used: int, summed: bool
+) -> jax.Array:
+    """What is reduced over some of the classes of logits y, see `reference`."""
+    classes = jnp.arange(y.shape[-1], dtype=jnp.int32) + first
+    inside = classes < used if used else True
+    y = jnp.where(inside, y, -jnp.inf)
+    top = lax.stop_gradient(y.max(-1, keepdims=True))
+    weight = jnp.exp(y - jnp.where(jnp.isfinite(top), top, 0)).sum(-1)
+    some = weight != 0
+    lse = jnp.log(jnp.where(some, weight, 1)) + jnp.where(some, top[..., 0], -jnp.inf)
+    hit = (labels[..., None] == classes) & inside
+    each = [lse, jnp.where(hit, y, 0).sum(-1)]
+    return jnp.stack([*each, y.sum(-1)] if summed else each, -1)
 
 
 def _by_rule(y: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
@@ -101,9 +126,11 @@ def sample(
     del params
     one, other = jax.random.split(key)
     logits, labels = operands["logits"], operands["labels"]
+    first = {n: jnp.zeros(1, jnp.int32) for n in operands if n == "first"}
     drawn = 3 * jax.random.normal(one, logits.shape)
     classes = jax.random.randint(other, labels.shape, 0, logits.shape[-1])
     return {
         "logits": drawn.astype(logits.dtype),
         "labels": classes.astype(labels.dtype),
+        **first,
     }

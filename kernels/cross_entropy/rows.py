@@ -14,6 +14,21 @@ a one-hot row does; or the nearest class."""
 
 
 @dataclass(frozen=True)
+class Slopes:
+    """Cotangents of rows, each [...].
+
+    Attributes:
+        lse: Those of the log-sum-exps.
+        picked: Those of the picked logits, beside those through the log-sum-exp.
+        each: The same of every other logit.
+    """
+
+    lse: jax.Array
+    picked: jax.Array
+    each: jax.Array
+
+
+@dataclass(frozen=True)
 class Loss:
     """How the loss of a row is made of its logits y, one for each of its `classes`.
 
@@ -32,6 +47,8 @@ class Loss:
         used: Only so many of the first classes have logits, the others have `fill`; 0
             for all.
         fill: What a label picks that is one of the others.
+        reduced: Whether only the numbers are wanted that are reduced over these
+            classes, which are some of all. They are told apart by `outside` ``"zero"``.
     """
 
     classes: int
@@ -42,6 +59,7 @@ class Loss:
     whole_slopes: bool = False
     used: int = 0
     fill: float = -math.inf
+    reduced: bool = False
 
     def labels(self, labels: jax.Array) -> jax.Array:
         """The classes that are picked, in at least 32 bits; others are no class."""
@@ -53,37 +71,53 @@ class Loss:
     def value(
         self, lse: jax.Array, picked: jax.Array, total: jax.Array, labels: jax.Array
     ) -> jax.Array:
-        """Returns the losses, from log-sum-exps, picked logits and sums of logits."""
+        """Returns the losses, from log-sum-exps, picked logits and sums of logits.
+
+        If `reduced`, these numbers themselves: [..., 2], or 3 with smoothing.
+        """
+        if self.reduced:
+            each = (lse, picked, total) if self.label_smoothing else (lse, picked)
+            return jnp.stack(each, -1)
         inside = self._inside(labels)
         if self.used:
             other = (labels >= self.used) & inside
             picked = picked + jnp.where(other, self.fill, 0).astype(picked.dtype)
-        own = self._of_label(lse, inside) - picked
         if self.outside == "nan":
-            own = jnp.where(inside, own, jnp.nan)
+            picked = jnp.where(inside, picked, jnp.nan)
+        own = self._of_label(lse, inside) - picked
+        if self.whole_slopes:
+            own = own + jnp.where(inside, 0, lse - jax.lax.stop_gradient(lse))
         out = own
         if self.label_smoothing:
             alike = lse - total / self.classes
             out = (1 - self.label_smoothing) * own + self.label_smoothing * alike
         return out + self.z_loss * lse * lse if self.z_loss else out
 
-    def by_lse(self, lse: jax.Array, labels: jax.Array) -> jax.Array:
-        """Returns the derivatives by the log-sum-exps, labels fixed."""
+    def slopes(self, lse: jax.Array, labels: jax.Array, cotangent: jax.Array) -> Slopes:
+        """Returns the cotangents of what is reduced, from those of `value`."""
+        if self.reduced:
+            of_lse, picked, *total = jnp.unstack(cotangent, axis=-1)
+            each = total[0] if total else jnp.zeros_like(picked)
+            return Slopes(of_lse, picked + each, each)
+        of_lse = cotangent * self._by_lse(lse, labels)
+        each = -self.label_smoothing / self.classes
+        own = self.label_smoothing - 1 + each
+        return Slopes(of_lse, cotangent * own, cotangent * each)
+
+    def subtracted(self, lse: jax.Array) -> jax.Array:
+        """Returns what is subtracted from logits in the exponentials of gradients.
+
+        Of some classes of a row, all may have the logit -inf: their exponentials are 0.
+        """
+        return jnp.where(lse == -jnp.inf, 0, lse) if self.reduced else lse
+
+    def _by_lse(self, lse: jax.Array, labels: jax.Array) -> jax.Array:
+        """The derivatives by the log-sum-exps, labels fixed."""
         own = jnp.ones_like(lse)
         if not self.whole_slopes:
             own = self._of_label(own, self._inside(labels))
         out = (1 - self.label_smoothing) * own + self.label_smoothing
         return out + 2 * self.z_loss * lse if self.z_loss else out
-
-    @property
-    def by_picked(self) -> float:
-        """The derivative by the picked logit."""
-        return self.label_smoothing - 1
-
-    @property
-    def by_each(self) -> float:
-        """The derivative by each logit, beside those of log-sum-exp and picked one."""
-        return -self.label_smoothing / self.classes
 
     def _inside(self, labels: jax.Array) -> jax.Array:
         return (labels >= 0) & (labels < self.classes)

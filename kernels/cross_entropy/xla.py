@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.cross_entropy.estimate import estimate
-from rewriter.kernels.cross_entropy.rows import OUTSIDE, Loss
+from rewriter.kernels.cross_entropy.rows import OUTSIDE, Loss, Slopes
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -77,6 +77,7 @@ def forward(
     *,
     logits: jax.Array,
     labels: jax.Array,
+    first: jax.Array | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
     **how: Any,
@@ -84,9 +85,10 @@ def forward(
     """Returns the losses, and with `residuals` the log-sum-exps."""
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     loss = Loss(logits.shape[-1], **how)
-    y, labels = _masked(logits.astype(wide), loss), loss.labels(labels)
+    classes, labels = _classes(logits, first), loss.labels(labels)
+    y = _masked(logits.astype(wide), classes, loss)
     lse = jax.nn.logsumexp(y, axis=-1)
-    picked = jnp.where(_hits(y, labels, loss), y, 0).sum(-1)
+    picked = jnp.where(_hits(classes, labels, loss), y, 0).sum(-1)
     out = loss.value(lse, picked, y.sum(-1), labels).astype(out_dtype or wide)
     return (out, (lse,)) if residuals else out
 
@@ -98,6 +100,7 @@ def backward(
     out: None,
     residuals: tuple[jax.Array],
     cotangent: jax.Array,
+    first: jax.Array | None = None,
     out_dtype: str | None = None,
     **how: Any,
 ) -> dict[str, jax.Array]:
@@ -105,39 +108,39 @@ def backward(
     del out, out_dtype
     (lse,) = residuals
     loss = Loss(logits.shape[-1], **how)
-    y, labels = _masked(logits.astype(lse.dtype), loss), loss.labels(labels)
-    hits = _hits(y, labels, loss)
-    d = gradient(loss, y, lse, labels, hits, cotangent.astype(lse.dtype))
+    classes, labels = _classes(logits, first), loss.labels(labels)
+    y = _masked(logits.astype(lse.dtype), classes, loss)
+    slopes = loss.slopes(lse, labels, cotangent.astype(lse.dtype))
+    d = gradient(slopes, y, loss.subtracted(lse), _hits(classes, labels, loss))
     return {"logits": d.astype(logits.dtype)}
 
 
 def gradient(
-    loss: Loss,
-    y: jax.Array,
-    lse: jax.Array,
-    labels: jax.Array,
-    hits: jax.Array,
-    cotangent: jax.Array,
+    slopes: Slopes, y: jax.Array, lse: jax.Array, hits: jax.Array
 ) -> jax.Array:
-    """Returns the cotangents of logits y, or of some columns of them."""
-    p = jnp.exp(y - lse[..., None]) * (cotangent * loss.by_lse(lse, labels))[..., None]
-    fixed = jnp.where(hits, loss.by_picked + loss.by_each, loss.by_each)
-    return p + cotangent[..., None] * fixed
+    """Returns the cotangents of logits y, or of some columns of them.
+
+    `lse` is as `Loss.subtracted` gives it.
+    """
+    p = jnp.exp(y - lse[..., None]) * slopes.lse[..., None]
+    return p + jnp.where(hits, slopes.picked[..., None], slopes.each[..., None])
 
 
-def _masked(y: jax.Array, loss: Loss) -> jax.Array:
+def _masked(y: jax.Array, classes: jax.Array, loss: Loss) -> jax.Array:
     """Logits, and -inf for classes that have none."""
-    return jnp.where(_columns(y) < loss.used, y, -jnp.inf) if loss.used else y
+    return jnp.where(classes < loss.used, y, -jnp.inf) if loss.used else y
 
 
-def _hits(y: jax.Array, labels: jax.Array, loss: Loss) -> jax.Array:
+def _hits(classes: jax.Array, labels: jax.Array, loss: Loss) -> jax.Array:
     """Which logits are picked."""
-    hits = labels[..., None] == _columns(y)
-    return hits & (_columns(y) < loss.used) if loss.used else hits
+    hits = labels[..., None] == classes
+    return hits & (classes < loss.used) if loss.used else hits
 
 
-def _columns(y: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, (y.shape[-1],), 0)
+def _classes(y: jax.Array, first: jax.Array | None) -> jax.Array:
+    """The numbers of the classes."""
+    classes = jax.lax.broadcasted_iota(jnp.int32, (y.shape[-1],), 0)
+    return classes if first is None else classes + first
 
 
 def _saves(spec: Spec) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rewriter.kernels.cross_entropy.sharding import sharding
 from rewriter.kernels.linear_cross_entropy import xla
 from rewriter.kernels.linear_cross_entropy.cost import cost
 from rewriter.kernels.linear_cross_entropy.reference import reference, sample
@@ -16,6 +17,7 @@ OP = Op(
         Operand("w", "k v", True, "The weights, with a column for each class."),
         Operand("labels", "...", True, "The class of each row, int."),
         Operand("bias", "v", doc="Added to the logits; 0 if absent."),
+        Operand("first", "1", doc="Of a `reduced` result: the first class, int32."),
     ),
     out="...",
     reference=reference,
@@ -24,11 +26,12 @@ OP = Op(
     defaults={
         "scale": 1.0, "soft_cap": 0.0, "label_smoothing": 0.0, "z_loss": 0.0,
         "outside": "nan", "of_log_probabilities": False, "whole_slopes": False,
-        "used": 0, "fill": -math.inf, "precision": None, "logits_dtype": None,
-        "out_dtype": None,
+        "used": 0, "fill": -math.inf, "reduced": False, "precision": None,
+        "logits_dtype": None, "out_dtype": None,
     },
     parallel="...",
     cost=cost,
+    sharding=sharding,
 )  # fmt: skip
 
 KERNELS = (xla.KERNEL,)

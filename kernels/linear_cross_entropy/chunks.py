@@ -141,9 +141,10 @@ def of_held(classes: int, config: Chunk) -> int:
 
 
 def flat(x: jax.Array, labels: jax.Array, **more: jax.Array) -> Rows:
-    """The arrays, with one axis of rows."""
+    """The arrays, with one axis of rows in place of the labels' axes."""
     count = math.prod(x.shape[:-1])
-    made = {n: a.reshape(count) for n, a in (more | {"labels": labels}).items()}
+    own, lead = more | {"labels": labels}, labels.ndim
+    made = {n: a.reshape(count, *a.shape[lead:]) for n, a in own.items()}
     return made | {"x": x.reshape(count, x.shape[-1])}
 
 

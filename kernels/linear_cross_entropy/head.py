@@ -26,8 +26,8 @@ class Head:
         wide: The dtype in which logits are computed: float32 or float64.
         held: The dtype in which the product x·w is held.
         start: The first class.
-        classes: The number of classes that have logits; columns behind them have none.
-            None if all have.
+        end: The class behind the last one that has a logit; columns from there on have
+            none. None if all have.
     """
 
     w: jax.Array
@@ -39,7 +39,7 @@ class Head:
     wide: Any
     held: Any
     start: Any = 0
-    classes: int | None = None
+    end: Any = None
 
     def padded(self, classes: int) -> Head:
         """The same with columns of zeros behind the classes, which have no logits."""
@@ -49,15 +49,20 @@ class Head:
         more = (0, classes - count)
         bias = None if self.bias is None else jnp.pad(self.bias, more)
         w = jnp.pad(self.w, ((0, 0), more))
-        return dataclasses.replace(self, w=w, bias=bias, classes=count)
+        return dataclasses.replace(self, w=w, bias=bias, end=self.start + count)
+
+    def before(self, end: int) -> Head:
+        """The same without logits of the classes from some number on."""
+        least = end if self.end is None else jnp.minimum(end, self.end)
+        return dataclasses.replace(self, end=least)
 
     def chunk(self, start: Any, size: int) -> Head:
-        """The same for some classes."""
+        """The same for some of the classes; `start` is the first's column."""
         w = lax.dynamic_slice_in_dim(self.w, start, size, 1)
         bias = self.bias
         if bias is not None:
             bias = lax.dynamic_slice_in_dim(bias, start, size)
-        return dataclasses.replace(self, w=w, bias=bias, start=start)
+        return dataclasses.replace(self, w=w, bias=bias, start=self.start + start)
 
     def product(self, x: jax.Array) -> jax.Array:
         """Rows [n, k] times the weights, as they are held."""
@@ -120,6 +125,6 @@ class Head:
 
     def _inside(self, y: jax.Array, otherwise: Any) -> jax.Array:
         """An array of classes, with a number in place of those that are padding."""
-        if self.classes is None:
+        if self.end is None:
             return y
-        return jnp.where(self._columns() < self.classes, y, otherwise)
+        return jnp.where(self._columns() < self.end, y, otherwise)

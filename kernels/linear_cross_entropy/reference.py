@@ -33,6 +33,7 @@ def reference(
     w: jax.Array,
     labels: jax.Array,
     bias: jax.Array | None = None,
+    first: jax.Array | None = None,
     scale: float = 1.0,
     soft_cap: float = 0.0,
     precision: str | None = None,
@@ -50,11 +51,12 @@ def reference(
         **loss: As of the reference of ``cross_entropy``.
 
     Returns:
-        [...]. It is computed in float32, or float64 if x or w are.
+        [...], or [..., 2 or 3] if ``reduced``. It is computed in float32, or float64 if
+        x or w are.
     """
     del logits_dtype
     y = logits_of(x, w, bias, scale, soft_cap, precision)
-    return of_logits(logits=y, labels=labels, **loss)
+    return of_logits(logits=y, labels=labels, first=first, **loss)
 
 
 def sample(
@@ -66,7 +68,9 @@ def sample(
     keys = jax.random.split(key, len(operands))
     for name, own in zip(operands, keys, strict=True):
         shape = operands[name].shape
-        if name == "labels":
+        if name == "first":
+            made[name] = jnp.zeros(shape, jnp.int32)
+        elif name == "labels":
             made[name] = jax.random.randint(own, shape, 0, operands["w"].shape[-1])
         else:
             spread = {"x": 1.0, "bias": 0.1}.get(name) or 2 * shape[0] ** -0.5

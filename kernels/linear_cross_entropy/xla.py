@@ -9,7 +9,6 @@ memory. Where the cotangent is known first, `together` computes the logits once.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -41,7 +40,7 @@ likely to have no memory: they are held two or three times."""
 
 def supports(spec: Spec) -> Verdict:
     """Takes real floating operands, weights [k, v] and a label for each row."""
-    floats = [n for n in spec.operands if n != "labels"]
+    floats = [n for n in spec.operands if n not in ("labels", "first")]
     return all_of(
         *(is_float(spec, n) for n in floats),
         _matrix(spec),
@@ -80,6 +79,7 @@ def forward(
     w: jax.Array,
     labels: jax.Array,
     bias: jax.Array | None = None,
+    first: jax.Array | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
     config: Chunk | None = None,
@@ -92,7 +92,7 @@ def forward(
         **how: Parameters of the op, as in `reference`.
     """
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, config, **how)
+    head, loss = _head_and_loss(x, w, bias, first, config, **how)
     rows, columns = _sizes(head, x, config)
 
     def block(part: Rows, _: None) -> tuple[None, Rows]:
@@ -102,14 +102,20 @@ def forward(
         return None, {"out": value.astype(out_dtype or value.dtype), "lse": lse}
 
     _, made = chunks.over_blocks(block, chunks.flat(x, labels), None, rows)
-    out = made["out"].reshape(labels.shape)
-    return (out, (made["lse"].reshape(labels.shape),)) if residuals else out
+    out = _by_row(made["out"], labels)
+    return (out, (_by_row(made["lse"], labels),)) if residuals else out
+
+
+def _by_row(a: jax.Array, labels: jax.Array) -> jax.Array:
+    """Numbers of rows [n, ...] with the axes that labels have."""
+    return a.reshape(*labels.shape, *a.shape[1:])
 
 
 def _head_and_loss(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
+    first: jax.Array | None,
     config: Chunk,
     *,
     scale: float = 1.0,
@@ -123,12 +129,11 @@ def _head_and_loss(
     narrow = jnp.dtype(logits_dtype) if logits_dtype else plain
     wide = jnp.promote_types(plain, jnp.float32)
     held = narrow if config.rounded else wide
-    head = Head(w, bias, scale, soft_cap, precision, narrow, wide, held)
+    start = 0 if first is None else first[0]
+    head = Head(w, bias, scale, soft_cap, precision, narrow, wide, held, start)
     classes, used = w.shape[1], loss.get("used", 0)
     head = head.padded(chunks.padded(classes, config))
-    if used:
-        head = dataclasses.replace(head, classes=used)
-    return head, Loss(classes, **loss)
+    return head.before(used) if used else head, Loss(classes, **loss)
 
 
 def _sizes(head: Head, x: jax.Array, config: Chunk) -> tuple[int, int]:
@@ -186,6 +191,7 @@ def backward(
     residuals: tuple[jax.Array],
     cotangent: jax.Array,
     bias: jax.Array | None = None,
+    first: jax.Array | None = None,
     out_dtype: str | None = None,
     config: Chunk | None = None,
     **how: Any,
@@ -194,7 +200,7 @@ def backward(
     del out, out_dtype
     (lse,) = residuals
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, config, **how)
+    head, loss = _head_and_loss(x, w, bias, first, config, **how)
     rows, columns = _sizes(head, x, config)
 
     added = rows < math.prod(x.shape[:-1])
@@ -247,8 +253,8 @@ def _gradients(
 
     def of(some: Head, product: jax.Array, of_x: Any) -> Rows:
         y, classes = some.logits(product), known["classes"]
-        hits = some.hits(classes)
-        d = gradient(loss, y, known["lse"], classes, hits, known["cotangent"])
+        slopes = loss.slopes(known["lse"], classes, known["cotangent"])
+        d = gradient(slopes, y, loss.subtracted(known["lse"]), some.hits(classes))
         return some.back(rows, some.of_product(y, d), {**dtypes, "x": of_x})
 
     if columns == head.w.shape[1]:
@@ -288,6 +294,7 @@ def together(
     labels: jax.Array,
     cotangent: jax.Array,
     bias: jax.Array | None = None,
+    first: jax.Array | None = None,
     out_dtype: str | None = None,
     config: Chunk | None = None,
     **how: Any,
@@ -298,13 +305,13 @@ def together(
     `forward` and `backward`.
     """
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, config, **how)
+    head, loss = _head_and_loss(x, w, bias, first, config, **how)
     count, classes = math.prod(x.shape[:-1]), head.w.shape[1]
     size = jnp.dtype(head.held).itemsize
     rows = chunks.whole_rows(count, classes, size, config)
     if not rows:
-        own = {"x": x, "w": w, "labels": labels, "bias": bias, "config": config,
-               "out_dtype": out_dtype, **how}  # fmt: skip
+        own = {"x": x, "w": w, "labels": labels, "bias": bias, "first": first,
+               "config": config, "out_dtype": out_dtype, **how}  # fmt: skip
         out, saved = forward(**own, residuals=True)
         given = {"out": None, "residuals": saved, "cotangent": cotangent}
         return out, backward(**own, **given)
@@ -321,7 +328,7 @@ def together(
 
     parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
     sums, made = chunks.over_blocks(block, parts, _zeros(head, added), rows)
-    out = made["out"].reshape(labels.shape).astype(out_dtype or head.wide)
+    out = _by_row(made["out"], labels).astype(out_dtype or head.wide)
     return out, _like(x, w, bias, made["x"], sums)
 
 

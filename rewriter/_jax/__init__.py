@@ -277,6 +277,9 @@ from rewriter._jax.values import (
     is_tracing as is_tracing,
 )
 from rewriter._jax.values import (
+    keeps_precision as keeps_precision,
+)
+from rewriter._jax.values import (
     literals_of as literals_of,
 )
 from rewriter._jax.values import (

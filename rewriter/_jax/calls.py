@@ -10,7 +10,9 @@ import numpy as np
 from jax._src import core
 
 # remat_opt is the forward rule of a custom_vjp that may be made again.
-CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_lin", "remat_opt"}
+CALLS = {
+    "jit", "pjit", "closed_call", "eval_jaxpr", "core_call", "custom_lin", "remat_opt",
+}  # fmt: skip
 REMAT = {"remat2", "checkpoint", "remat"}
 BODY_NAMES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call")
 CUSTOM = {

@@ -94,3 +94,10 @@ def literals_of(jaxpr: Any) -> dict[Any, Any]:
 def holds_tracers(jaxpr: Any) -> bool:
     """Whether constants of a jaxpr are tracers of an outer trace."""
     return any(map(is_tracer, consts_of(jaxpr)))
+
+
+def keeps_precision(eqn: Any) -> bool:
+    """Whether a `reduce_precision` leaves all bits of its operand's type."""
+    kind = jax.numpy.finfo(eqn.invars[0].aval.dtype)
+    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+    return bits[0] >= kind.nexp and bits[1] >= kind.nmant

@@ -25,6 +25,8 @@ class Backward:
             ops. Then a gradient in `shared` is left with the share of the others.
         shared: Values in `grads` to which the gradient is added, where the program
             computes the sum of the gradient and of a share of other ops.
+        by_value: Whether this is proved for the cotangent's own numbers, and not for
+            any cotangent.
     """
 
     cotangent: int
@@ -34,6 +36,7 @@ class Backward:
     unread: frozenset[int] = frozenset()
     pieces: tuple[int, ...] = ()
     shared: frozenset[int] = frozenset()
+    by_value: bool = False
 
     @property
     def others(self) -> tuple[int, ...]:

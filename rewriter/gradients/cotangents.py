@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from rewriter.algebra.canonicalize import (
     is_local,
     is_lossless,
     is_pick,
+    values_named,
 )
 from rewriter.find.match import Match
 from rewriter.gradients.through_loops import through
@@ -34,15 +35,24 @@ MEETS = frozenset({
 CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
 ADDS = frozenset({"add", "add_any", "sub", "concatenate", "pad", "stack", "reduce_sum"})
 EITHER = frozenset({"mul"}) | CONTRACTIONS
+PRODUCTS = LAYOUT_PRIMITIVES | TRANSPARENT | {
+    "mul", "div", "neg", "integer_pow", "square", "convert_element_type",
+}  # fmt: skip
+FACTORS = TRANSPARENT | {
+    "broadcast_in_dim", "reshape", "mul", "div", "neg", "select_n",
+}  # fmt: skip
+STEPS = 24
+"""The most values above a candidate that are examined."""
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type", "mul", "div", "neg"}
 
 
 def cotangents(graph: Graph, match: Match, *, ruled: bool = False) -> list[int]:
     """Values that are multiplied with a region's values, and could be its cotangent.
 
-    Values with the result's dtype come first. Among them, those that meet more than one
-    value of the region come first, since a value that all layers share meets every
-    layer's cotangent.
+    Values with the result's dtype come first. Among them, those come first that are not
+    computed from another one and the region: a product of the cotangent and a value of
+    the region is not the cotangent. Then come those that meet more than one value of
+    the region, since a value that all layers share meets every layer's cotangent.
 
     Args:
         graph: The program.
@@ -57,7 +67,53 @@ def cotangents(graph: Graph, match: Match, *, ruled: bool = False) -> list[int]:
         region = _with_factors(graph, region)
     for value, where in _meeting(graph, match, region):
         met.setdefault(value, set()).add(where)
-    return sorted(met, key=lambda v: (graph.dtype(v) != dtype, len(met[v]) < 2))
+    later = {v for v in met if _is_product(graph, v, met.keys(), region)}
+    order = lambda v: (graph.dtype(v) != dtype, v in later, len(met[v]) < 2)
+    return sorted(met, key=order)
+
+
+def _is_product(graph: Graph, value: int, others: Set[int], region: Set[int]) -> bool:
+    """Whether a value is a product of other candidates, the region and numbers.
+
+    A choice is none: that of rows which are no NaN keeps the others' cotangent zero.
+    """
+    seen, queue, met = {value}, [(value, False)], False
+    while queue and len(seen) <= STEPS:
+        at, beyond = queue.pop()
+        node = graph.node_of(at)
+        if node is None or node.prim not in PRODUCTS:
+            if not beyond:
+                return False
+            continue
+        for i in node.ins:
+            met = met or i in region
+            if i not in seen and i not in region and i not in graph.constants:
+                seen.add(i)
+                queue.append((i, beyond or i in others))
+    return met and not queue and not others.isdisjoint(seen - {value})
+
+
+def factors_of(graph: Graph, match: Match, cotangent: int) -> tuple[Set[int]] | None:
+    """The values that a loss's cotangent is a product of, at most a few.
+
+    They are () for a number, such as that of a mean. Two means of one program have two
+    cotangents, each of which is a multiple of the other: a proof for any cotangent
+    cannot know that.
+    """
+    if not reduces(graph, match):
+        return None
+    found: set[int] = set()
+    queue, seen = [cotangent], 0
+    while queue:
+        value = queue.pop()
+        node, seen = graph.node_of(value), seen + 1
+        if seen > STEPS:
+            return None
+        if node is not None and node.prim in FACTORS:
+            queue += node.ins
+        elif value not in graph.constants:
+            found.add(value)
+    return None if cotangent in found else (frozenset(found),)
 
 
 def _meeting(
@@ -68,7 +124,7 @@ def _meeting(
     Products with a number, such as the root of a width, are skipped: layers share it.
     """
     shape, dtype = graph.shape(match.value), graph.dtype(match.value)
-    added = _reduces(graph, match)
+    added = reduces(graph, match)
     for value in sorted(region, reverse=True):
         users = graph.users(value)
         if not users or len(users) > SHARED or graph.shape(value) == ():
@@ -132,12 +188,17 @@ def _under_layout(graph: Graph, value: int, added: bool) -> Iterator[int]:
             value = moving[-1] if node.prim == "mul" else moving[0]
 
 
-def _reduces(graph: Graph, match: Match) -> bool:
+def reduces(graph: Graph, match: Match) -> bool:
     """Whether a result is smaller than every array that it is made of, as a loss is.
 
-    Its cotangent may meet the region in a sum with multiples of itself.
+    Its cotangent may meet the region in a sum with multiples of itself. What the result
+    is multiplied by does not count.
     """
-    floats = (v for _, v in match.leaves if is_float(graph.dtype(v)))
+    alg, times = match.reading.algebra, match.reading.times or {}
+    factors = {n for a in alg.poly_leaves(times) for n in values_named(alg.defs[a][1])}
+    floats = (
+        v for n, v in match.leaves if is_float(graph.dtype(v)) and n not in factors
+    )
     shapes = [graph.shape(v) for v in (match.value, *floats)]
     if any(not isinstance(n, int) for shape in shapes for n in shape):
         return False

@@ -45,6 +45,7 @@ def proved_gradients(
     cotangent: int,
     reference: Callable[[], Graph],
     returned: Set[int],
+    factors: Set[int] | None = None,
 ) -> Backward | None:
     """The gradients below one candidate for the cotangent.
 
@@ -55,9 +56,13 @@ def proved_gradients(
         reference: Returns the gradients of the match's reading; called only if there
             are values to compare.
         returned: What bodies return.
+        factors: What the cotangent is a product of, if the proof is for that product;
+            None if it is for any cotangent.
     """
     leaves = (v for _, v in match.leaves)
     stops = frozenset([*leaves, *cancelled_reads(graph, match), cotangent])
+    by_value = factors is not None
+    stops |= factors or frozenset()
     reached = below(graph, cotangent)
     moving = linear(graph, reached, stops)
     cones = _cones(graph, match, reached, stops, moving)
@@ -68,8 +73,9 @@ def proved_gradients(
     if joined is not None:
         parts = parts.union(*joined.cones.values(), *joined.own.values())
         stops |= joined.foreign
-    ev = _evaluator(graph, match, stops, parts)
-    wanted, outs = wanted_at(graph, reference(), match, cotangent, ev)
+    named = stops - {cotangent} if by_value else stops
+    ev = _evaluator(graph, match, named, parts)
+    wanted, outs = wanted_at(graph, reference(), match, cotangent, ev, by_value)
     forms = _Forms(ev, wanted, outs)
     grads, zeros = _summed(forms, graph, reached, cones, returned)
     inner = frozenset().union(
@@ -94,6 +100,7 @@ def proved_gradients(
         spare,
         tuple(sorted(pieces)),
         frozenset(shared.values()) if pieces else frozenset(),
+        by_value,
     )
 
 

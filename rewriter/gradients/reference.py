@@ -65,7 +65,12 @@ def _gradients(program: Any, moving: tuple[int, ...]) -> Any:
 
 
 def wanted_at(
-    graph: Graph, traced: Graph, match: Match, cotangent: int, known: Evaluator
+    graph: Graph,
+    traced: Graph,
+    match: Match,
+    cotangent: int,
+    known: Evaluator,
+    by_value: bool,
 ) -> tuple[Evaluator, dict[int, int]]:
     """An evaluator of a match's expected gradients, and its output for each leaf.
 
@@ -75,10 +80,14 @@ def wanted_at(
         match: The match.
         cotangent: The program's value that serves as the cotangent.
         known: Evaluates the program's values.
+        by_value: Whether the cotangent has its form in the program, and no name.
     """
     names, here = leaves_of(match.reading), dict(match.leaves)
     values = [*(here[v] for v in names), cotangent]
     ev, outs = traced_forms(traced, match.reading, values, known)
+    if by_value:
+        last = traced.top.env[traced.top.jaxpr.invars[-1]]
+        ev.given[last] = functools.partial(known.poly, cotangent)
     ev.strided = True
     moving = _moving(graph, names)
     by_leaf = zip((here[names[k]] for k in moving), outs, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,12 @@ from rewriter.find.region import Regions
 from rewriter.gradients.addends import returned
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.backward_place import home_of
-from rewriter.gradients.cotangents import cotangents, is_float
+from rewriter.gradients.cotangents import (
+    cotangents,
+    factors_of,
+    is_float,
+    reduces,
+)
 from rewriter.gradients.cut import Cut
 from rewriter.gradients.insertion_point import obstacle, read_instead
 from rewriter.gradients.known import Known, found_again, known
@@ -38,6 +44,8 @@ ATTEMPTS = 3
 """The search gives up after so many regions of one kind without gradients."""
 CANDIDATES = 6
 """The most candidates for the cotangent of one region."""
+OF_A_LOSS = 12
+"""The same for a loss: its rows' factors, such as a log-sum-exp, have its shape too."""
 
 
 @dataclass(eq=False)
@@ -315,7 +323,7 @@ def find_backward(
     if more is None:
         memory.failed[key] += 1
         return best
-    if len(more.shared) < len(more.grads):
+    if len(more.shared) < len(more.grads) and not more.by_value:
         proved.append(known(graph, match, more))
     proved.sort(key=lambda one: -sum(map(len, one.parts.values())))
     return more
@@ -337,11 +345,15 @@ def _proved(
         return memory.reference[key]
 
     more = None
-    for cotangent in candidates[:CANDIDATES]:
+    most = OF_A_LOSS if reduces(graph, match) else CANDIDATES
+    for cotangent in candidates[:most]:
         try:
-            found = proved_gradients(
-                graph, match, cotangent, reference, memory.returned
+            prove = functools.partial(
+                proved_gradients, graph, match, cotangent, reference, memory.returned
             )
+            found = prove()
+            if found is None and (factors := factors_of(graph, match, cotangent)):
+                found = prove(*factors)
         except (OverBudget, NotImplementedError) as error:
             # Too large a form; or JAX cannot differentiate the reference, as that of
             # a ragged contraction.

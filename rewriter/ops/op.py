@@ -34,10 +34,12 @@ class Part:
     Attributes:
         index: The number of the part, from 0; usually traced.
         count: The number of parts.
+        axes: The mesh axes over which it is split.
     """
 
     index: Any
     count: int
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +87,17 @@ class Sharding:
             leading axes.
         sums: Letters that the result lacks, along which operands may be split: the
             result is the sum over the parts.
+        merges: Letters that the result lacks, along which operands may be split:
+            `finish` makes the result of the parts' results, by collectives over
+            `Part.axes`.
         follows: By letter, another letter that it is split with: key heads with the
             query heads that read them.
         local: ``local(operands, params, parts)`` adjusts operands and parameters for
             one part, if its result depends on its position. ``parts`` has a `Part` for
             each split letter.
         finish: ``finish(out, operands, params, parts)`` turns that result into the
-            part's; the operands are the ones before `local`.
+            part's; operands and parameters are the ones before `local`. An operand
+            varies over the mesh axes over which it is split, and over no others.
         dims: Like `Op.dims`, if this use has different ones.
         ring: How operands that are split along another letter may be passed around
             instead of gathered; None if not possible.
@@ -100,6 +106,7 @@ class Sharding:
 
     along: frozenset[str]
     sums: frozenset[str] = frozenset()
+    merges: frozenset[str] = frozenset()
     follows: Mapping[str, str] = field(default_factory=dict)
     local: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]] | None = None
     finish: Callable[..., Any] | None = None

@@ -17,6 +17,7 @@ import numpy as np
 
 from rewriter import _jax
 from rewriter.program.equal_constants import Constants
+from rewriter.program.equal_loops import Loops
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +122,7 @@ class Graph:
         self._known: dict[Any, Any] = {}
         self._signatures: dict[Any, int] = {}
         self._signatures_in: dict[int, list[int]] = {}
-        self._equal = Constants()
+        self._equal, self._loops = Constants(), Loops(self)
         self._literals: dict[Any, int] = {}
         self._user_rules: dict[Any, bool] = dict.fromkeys(proved, True)
         self.top = Scope("top", None, -1, 0, closed_jaxpr)
@@ -175,7 +176,7 @@ class Graph:
             self._bind(scope, var, value, -1)
         env, first_var = scope.env, scope.first_var
         variable = _jax.Var
-        signatures = self._signatures_of(jaxpr.eqns)
+        signatures = self.signatures_of(jaxpr.eqns)
         for position, eqn in enumerate(jaxpr.eqns):
             ins = [
                 env[a] if a.__class__ is variable else self.read(scope, a)
@@ -193,7 +194,7 @@ class Graph:
                         first_var[value] = (position, var)
         return [self.read(scope, a) for a in jaxpr.outvars]
 
-    def _signatures_of(self, eqns: Sequence[Any]) -> list[int]:
+    def signatures_of(self, eqns: Sequence[Any]) -> list[int]:
         """A number per equation, equal for equal primitive and parameters.
 
         Equations that are never merged have numbers of their own, below zero.
@@ -262,7 +263,7 @@ class Graph:
     def _add_equation(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         name = eqn.primitive.name
         if name == _ROUNDING:
-            if _keeps_precision(eqn):  # a value that a checkpoint saves: the same value
+            if _jax.keeps_precision(eqn):  # a checkpoint saves the same value
                 return (ins[0],)
             signature = self._number_of(f"{name} {eqn.params}")
             return self._merged(scope, position, eqn, ins, signature)
@@ -325,13 +326,17 @@ class Graph:
         )
         outs = self._opaque(scope, position, eqn, ins)
         child = scope.children[position][-1]
-        self.slices[outs[0] if outs else -1] = dict(
+        self.slices[outs[-1] if outs else -1] = dict(
             zip(ins[first:], steps, strict=True)
         )
         for k in range(n_carry):
             self._note_counter(child, n_consts + k, k, ins[n_consts + k], length)
         for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
             self.per_step[value, length, backwards] = self.read(child, var)
+        last = self._loops.first(eqn, ins, outs[:n_carry], scope.runs_again)
+        if last != outs[:n_carry]:
+            node = self.producer[outs[0]][0]
+            node.outs = outs = (*last, *outs[n_carry:])
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
 
@@ -341,7 +346,7 @@ class Graph:
         for value in wholes:
             node = self.node_of(value)
             if node is not None and node.prim == "scan":
-                found |= self.slices.get(node.outs[0], {})
+                found |= self.slices.get(node.outs[-1], {})
         return found
 
     def _note_counter(self, body: Scope, at: int, k: int, first: int, length: Any):
@@ -485,13 +490,6 @@ class Graph:
         if const is None or np.shape(const):
             return None
         return np.asarray(const).item()
-
-
-def _keeps_precision(eqn: Any) -> bool:
-    """Whether a `reduce_precision` leaves all bits of its operand's type."""
-    kind = jnp.finfo(eqn.invars[0].aval.dtype)
-    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
-    return bits[0] >= kind.nexp and bits[1] >= kind.nmant
 
 
 def variable(scope: Scope, value: int) -> tuple[int, Any] | None:

@@ -103,9 +103,30 @@ def _propagated(
         m = matches[index]
         try:
             found[index] = _shards(m, index, seen, splits, placement)
+            _require_asked(regions, m, found[index])
         except NoShards as why:
             found[index] = str(why)
     return found
+
+
+def _require_asked(regions: Regions, match: Match, shards: Shards) -> None:
+    """Refuses a split that lacks one which the program asks for inside of the match.
+
+    Raises:
+        NoShards: If it does.
+    """
+    used = {a for _, axes in shards.letters for a in axes}
+    for value in match.inner:
+        node = regions.graph.node_of(value)
+        if node is None or node.prim != "sharding_constraint":
+            continue
+        spec = getattr(node.params["sharding"], "spec", ())
+        spec = [s for s in spec if s is not jax.P.UNCONSTRAINED]
+        asked = [a for axes in split_by(spec, len(spec)) for a in axes]
+        more = [a for a in asked if a not in used and shards.mesh.shape.get(a, 1) > 1]
+        if more:
+            text = "the program asks for a value inside of it to be split over"
+            raise NoShards(f"{text} {' and '.join(dict.fromkeys(more))}")
 
 
 def _automatic(mesh: Any) -> Any:

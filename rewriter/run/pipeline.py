@@ -20,6 +20,7 @@ from rewriter.config import Config
 from rewriter.find.sieve import possible
 from rewriter.measure.programs import Task
 from rewriter.program.equal_constants import once
+from rewriter.program.joined_sums import join
 from rewriter.program.propagation import Placement
 from rewriter.program.sums_of_rows import split
 from rewriter.rewrite.rewritten import Rewritten
@@ -204,6 +205,7 @@ def _initial_program(
     patterns = tuple(for_platform(possible(closed_jaxpr, patterns), config))
     start = once(closed_jaxpr) if patterns else closed_jaxpr
     if any(p.of_rows for p in patterns):
+        start = start if config.numerics == "strict" else join(start)
         start = split(start)
     return Program(start, closed_jaxpr, config, patterns, placement)
 

@@ -111,7 +111,7 @@ def shards_of(
         known[name] = tuple(tuple(a for a in axes if sizes[a] > 1) for axes in split)
     dims = rule.dims or op.dims
     letters = {n: _letters(dims.get(n, ""), n, len(x)) for n, x in shapes.items()}
-    chosen = _chosen(rule, letters, known)
+    chosen = _chosen(rule, letters, known, _smaller_first(rule, letters, shapes))
     for letter, leader in rule.follows.items():
         if leader in chosen and _sizes(letter, letters, shapes) - {1}:
             chosen[letter] = chosen[leader]
@@ -195,13 +195,35 @@ def _letters(dims: str, name: str, rank: int) -> list[str]:
     return letters
 
 
+def _smaller_first(
+    rule: Sharding,
+    letters: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, Sequence[int]],
+) -> tuple[frozenset[str], ...]:
+    """The kinds of letters in the order in which they get mesh axes.
+
+    Where two kinds want the same axis, operands without the letter that gets it are
+    gathered. If the results of parts are merged, these may be the smaller ones.
+    """
+    sizes = [0, 0]
+    for name, shape in shapes.items():
+        if name != OUT:
+            sizes[not rule.merges.isdisjoint(letters[name])] += math.prod(shape)
+    if rule.merges and sizes[0] < sizes[1]:
+        return rule.merges, rule.along, rule.sums
+    return rule.along, rule.sums, rule.merges
+
+
 def _chosen(
-    rule: Sharding, letters: Mapping[str, Sequence[str]], known: Mapping[str, Split]
+    rule: Sharding,
+    letters: Mapping[str, Sequence[str]],
+    known: Mapping[str, Split],
+    kinds: Sequence[frozenset[str]],
 ) -> dict[str, Axes]:
     """The mesh axes of each split letter, taken from the first operand that has it."""
     chosen: dict[str, Axes] = {}
     used: set[str] = set()
-    for allowed in (rule.along, rule.sums):
+    for allowed in kinds:
         for name, split in known.items():
             for letter, axes in zip(letters[name], split, strict=True):
                 letter = rule.follows.get(letter, letter)
@@ -291,7 +313,7 @@ def local_spec(
 
     def changed(operands: Mapping[str, Any]) -> Mapping[str, Any]:
         parts = {
-            letter: Part(0, math.prod(sizes[a] for a in axes))
+            letter: Part(0, math.prod(sizes[a] for a in axes), axes)
             for letter, axes in shards.letters
         }
         result, static = _changed(rule, operands, params, parts)
@@ -337,21 +359,22 @@ def spread(
         params: Its parameters, including defaults.
         compute: ``compute(operands, params)`` computes it on one device.
     """
-    sizes, rule = dict(shards.mesh.shape), op.spread(params)
+    rule = op.spread(params)
     assert rule is not None
     names = [name for name, _ in shards.specs]
 
     def on_device(*arrays: jax.Array) -> jax.Array:
+        given = dict(zip(names, arrays, strict=True))
         operands = dict(zip(names, _jax.vary_alike(arrays), strict=True))
         if shards.passed:  # the ring handles positions itself
             return compute(operands, params)
         parts = {
-            letter: Part(jax.lax.axis_index(axes), math.prod(sizes[a] for a in axes))
+            letter: Part(jax.lax.axis_index(axes), shards.parts(axes), axes)
             for letter, axes in shards.letters
         }
         out = compute(*_changed(rule, operands, params, parts))
         if rule.finish is not None:
-            out = rule.finish(out, operands, params, parts)
+            out = rule.finish(out, given, params, parts)
         return jax.lax.psum(out, shards.summed) if shards.summed else out
 
     whole = _ready(operands, shards)

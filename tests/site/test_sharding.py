@@ -68,6 +68,7 @@ def devices(count: int) -> str:
             ("sharded_calls",),
             pytest.param(("sharded_masks",), marks=pytest.mark.once),
             pytest.param(("sharded_rows",), marks=pytest.mark.once),
+            pytest.param(("sharded_losses", "--brief"), marks=pytest.mark.once),
             pytest.param(("sharded_quantized",), marks=pytest.mark.once),
             pytest.param(("sharded_precision",), marks=pytest.mark.once),
             pytest.param(("sharded_scored",), marks=pytest.mark.once),
@@ -85,6 +86,7 @@ def devices(count: int) -> str:
         "calls",
         "masks",
         "rows",
+        "losses",
         "matrices of few bits",
         "precisions",
         "functions of scores",
@@ -140,7 +142,14 @@ SHAPES = {
     "ragged_dot": {
         "lhs": (64, 32), "rhs": (8, 32, 16), "group_sizes": (8,), "out": (64, 16),
     },
+    "linear_cross_entropy": {
+        "x": (8, 64, 16), "w": (16, 512), "labels": (8, 64), "bias": (512,),
+        "out": (8, 64),
+    },
 }  # fmt: skip
+
+
+INTEGERS = ("group_sizes", "labels")
 
 
 def spread(name: str, params: Mapping[str, Any] | None = None, **specs: Any) -> Shards:
@@ -182,6 +191,9 @@ def test_an_axis_of_the_mesh_with_one_device_splits_nothing() -> None:
         ("gated_linear_unit", {"w_up": P("model")}, "w_up is split along k over model"),
         ("ragged_dot", {"lhs": P(("data", "model")), "shapes": {"lhs": (60, 32),
          "out": (60, 16)}}, "axis m of 60 cannot be split into 8"),
+        ("linear_cross_entropy", {"w": P("model")}, "w is split along k over model"),
+        ("linear_cross_entropy", {"w": P(None, "data"), "shapes": {"w": (16, 510),
+         "bias": (510,)}}, "axis v of 510 cannot be split into 4"),
     ],
 )  # fmt: skip
 def test_refused(name: str, specs: Any, why: str) -> None:
@@ -234,11 +246,33 @@ def test_ragged_dots_sum_over_parts(
     assert found.summed == summed
 
 
+def test_classes_of_a_loss_may_be_split() -> None:
+    found = spread("linear_cross_entropy", x=P("data"), w=P("data", "model"))
+    assert found.text == "...2 over data, v over model; w gathered over data"
+    assert dict(found.specs)["bias"] == P("model")
+    assert found.out == P("data", None)
+    assert not found.summed
+    spec = seen("linear_cross_entropy", found, outside="nan", z_loss=0.1)
+    assert spec.shape("w") == (16, 256)
+    assert spec.param("reduced")
+    assert not spec.has("first")  # kernels are chosen without
+    assert not spec.param("z_loss")
+
+
+def test_the_smaller_of_rows_and_classes_is_gathered() -> None:
+    both = {"x": P("data"), "labels": P("data"), "w": P(None, "data")}
+    found = spread("linear_cross_entropy", **both)
+    assert found.text == "...2 over data; w gathered over data"
+    few = {"x": (8, 16, 16), "labels": (8, 16), "out": (8, 16)}
+    found = spread("linear_cross_entropy", **both, shapes=few)
+    assert found.text == "v over data; x, labels gathered over data"
+
+
 def seen(name: str, found: Shards, **params: Any) -> Spec:
     """What one device sees."""
     op = registry().op(name)
     structs = {
-        n: jax.ShapeDtypeStruct(s, jnp.int32 if n == "group_sizes" else jnp.bfloat16)
+        n: jax.ShapeDtypeStruct(s, jnp.int32 if n in INTEGERS else jnp.bfloat16)
         for n, s in SHAPES[name].items()
         if n != "out"
     }

@@ -38,7 +38,7 @@ class Loops:
     """The loops that an evaluator has entered.
 
     Attributes:
-        entered: A loop's first result to it.
+        entered: A loop's last result to it; only that is its own.
         steps: A value that a body reads step by step, to (the whole, the step).
         carries: A carry before a step, to (its loop, its index).
         varying: A value to the steps that it depends on.

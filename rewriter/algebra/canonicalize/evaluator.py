@@ -121,7 +121,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.fills: set[float] = set()
         self.notes: set[str] = set()
         self.unproved: dict[str, str] = {}
-        self.given: dict[int, Callable[[tuple[Index, ...]], int]] = {}
+        self.given: dict[int, Callable[[tuple[Index, ...]], Any]] = {}
         self.leaf_values: set[int] = set()
         self.visits = 0
         self.private = False
@@ -301,6 +301,8 @@ class Evaluator(Layout, LoopForms, Constants):
 
     # ------------------------------------------------------------- numbers
     def _poly(self, value: int, args: tuple[Index, ...], mode: str) -> Poly:
+        if value in self.given:
+            return self.given[value](args)
         const = self._constant(value)
         if const is not None:
             return const

@@ -46,7 +46,7 @@ class LoopForms(ReturningLoops):
             OverBudget: If another loop's body shares values with it.
         """
         loops = self.loops
-        known = loops.entered.get(node.outs[0])
+        known = loops.entered.get(node.outs[-1])
         if known is not None:
             return known
         parts = counted(node)
@@ -89,7 +89,7 @@ class LoopForms(ReturningLoops):
                 runs = self.alg.both(loop.runs, self._runs(loop, skips))
                 loop = replace(loop, runs=runs)
             except OverBudget:
-                del loops.entered[node.outs[0]]
+                del loops.entered[node.outs[-1]]
                 raise
             self._note(loop)
         return loop
@@ -110,10 +110,10 @@ class LoopForms(ReturningLoops):
         for value, whole in zip(inputs, wholes, strict=True):
             over = self._writer(value, whole)
             if over is not None:
-                wrote[over.node.outs[0]] = over
+                wrote[over.node.outs[-1]] = over
             elif value in self.loops.steps:
                 over = self._reader(value)
-                reads[over.node.outs[0]] = over
+                reads[over.node.outs[-1]] = over
             elif self.g.node_of(value) is not None:
                 raise OverBudget("a loop reads what another one wrote, step by step")
         found = reads | wrote
@@ -198,13 +198,13 @@ class LoopForms(ReturningLoops):
         return replace(loop, index=index, runs=alg.compare("ge", left, True))
 
     def _forget(self, loop: Loop) -> None:
-        del self.loops.entered[loop.node.outs[0]]
+        del self.loops.entered[loop.node.outs[-1]]
         for value in loop.before:
             del self.loops.carries[value]
         self.loops.varying.clear()
 
     def _note(self, loop: Loop) -> None:
-        self.loops.entered[loop.node.outs[0]] = loop
+        self.loops.entered[loop.node.outs[-1]] = loop
         for k, value in enumerate(loop.before):
             self.loops.carries[value] = loop, k
 

@@ -111,6 +111,9 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "blocks of queries, causal": block_by_block(True),
     "blocks of queries, added": block_by_block(True, add=True),
     "in a jit": jax.jit(streams.scanned),
+    "run again": jax.checkpoint(stopped),
+    "run again, causal": jax.checkpoint(FOUND["looped_causal"][0]),
+    "run again, nothing is saved": jax.checkpoint(saved(None)),
 }  # fmt: skip
 
 

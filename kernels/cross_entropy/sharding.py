@@ -1,0 +1,82 @@
+"""How a loss is split over devices: its rows, and its classes.
+
+Devices that have some of the classes each reduce them to a few numbers of each row. The
+loss is made of these: collectives move numbers of rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.kernels.cross_entropy.rows import Loss
+from rewriter.ops.op import Part, Sharding
+
+OF_ALL = (
+    "z_loss", "outside", "of_log_probabilities", "whole_slopes", "fill", "out_dtype",
+)  # fmt: skip
+"""Parameters that have to do with all classes alone."""
+
+
+def sharding(params: Mapping[str, Any]) -> Sharding:
+    """Returns that each device may have some of the rows, and some of the classes."""
+    del params
+    return Sharding(
+        frozenset({"..."}),
+        merges=frozenset({"v"}),
+        local=_local,
+        finish=_finish,
+        unseen=frozenset({"first"}),
+    )
+
+
+def _local(
+    operands: Mapping[str, jax.Array],
+    params: Mapping[str, Any],
+    parts: Mapping[str, Part],
+) -> tuple[Mapping[str, jax.Array], Mapping[str, Any]]:
+    """Asks for what is reduced over some of the classes, and says which these are."""
+    if "v" not in parts:
+        return operands, params
+    part, labels = parts["v"], operands["labels"]
+    size = _classes(operands)
+    if params["outside"] == "clip":
+        labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+        labels = jnp.clip(labels, 0, size * part.count - 1)
+    first = jnp.asarray(part.index, jnp.int32) * jnp.int32(size)
+    own = {k: v for k, v in params.items() if k not in OF_ALL}
+    own |= {"reduced": True, "outside": "zero"}
+    return {**operands, "labels": labels, "first": first[None]}, own
+
+
+def _classes(operands: Mapping[str, jax.Array]) -> int:
+    """The number of classes of a part."""
+    return (operands["w"] if "w" in operands else operands["logits"]).shape[-1]
+
+
+def _finish(
+    out: jax.Array,
+    operands: Mapping[str, jax.Array],
+    params: Mapping[str, Any],
+    parts: Mapping[str, Part],
+) -> jax.Array:
+    """The losses, of the numbers that each device has reduced its classes to."""
+    if "v" not in parts:
+        return out
+    part, smoothing = parts["v"], params["label_smoothing"]
+    classes = _classes(operands) * part.count
+    lse, target = out[..., 0], out[..., 1]
+    if smoothing:
+        target = (1 - smoothing) * target + smoothing / classes * out[..., 2]
+    top = lax.pmax(lax.stop_gradient(lse), part.axes)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    weight, target = lax.psum((jnp.exp(lse - top), target), part.axes)
+    how = {k: params[k] for k in (*OF_ALL[:-1], "label_smoothing", "used")}
+    loss = Loss(classes, **how)
+    none, labels = jnp.zeros_like(target), loss.labels(operands["labels"])
+    value = loss.value(jnp.log(weight) + top, none, none, labels) - target
+    return value.astype(params["out_dtype"] or value.dtype)

@@ -1,0 +1,124 @@
+"""Finds loops that compute the same last carries, whatever else they stack.
+
+A checkpoint's recomputation runs a loop again, and stacks what its gradients read. So
+its equation differs from that of the first run. Its carries are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rewriter import _jax
+from rewriter.program.equations import live
+
+HOISTED = 12
+"""The most equations, one above the other, that make what every step reads."""
+
+
+@dataclass(eq=False)
+class Loops:
+    """The loops that were seen, by what their carries are.
+
+    Attributes:
+        graph: The graph that they are in.
+        numbers: By content, the number of a value of a body.
+        carries: By what they are, the last carries of the first such loop.
+        seen: Loops that are not in `carries` yet: what they are is told once there is a
+            recomputation.
+    """
+
+    graph: Any
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+    carries: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
+    seen: list[tuple[Any, Sequence[int], tuple[int, ...]]] = field(default_factory=list)
+
+    def first(
+        self, eqn: Any, ins: Sequence[int], outs: Sequence[int], again: bool
+    ) -> tuple[int, ...]:
+        """The last carries of the first loop that has the same ones as a recomputation.
+
+        Args:
+            eqn: A scan.
+            ins: Its operands, as values of the graph.
+            outs: Its last carries, as values of the graph; they are returned if there
+                is no earlier such loop.
+            again: Whether it is part of a checkpoint's recomputation.
+        """
+        if not again:
+            self.seen.append((eqn, ins, tuple(outs)))
+            return tuple(outs)
+        while self.seen:
+            earlier, its_ins, its_outs = self.seen.pop(0)
+            self.carries.setdefault(self._key(earlier, its_ins), its_outs)
+        return self.carries.get(self._key(eqn, ins) or object(), tuple(outs))
+
+    def _key(self, eqn: Any, ins: Sequence[int]) -> Hashable:
+        """What the last carries of a scan are; None if that is not told."""
+        body, n_consts, n_carry, length = _jax.scan_parts(eqn)
+        if eqn.effects or not n_carry:
+            return None
+        given = []
+        for k, value in enumerate(ins):
+            if k < n_consts:
+                given.append(self._outside(value, HOISTED))
+            else:
+                place = min(k - n_consts, n_carry)  # which carry, or a step of an array
+                given.append(self._number(("input", place, value)))
+        outs = self._results(body, given, n_carry)
+        return None if outs is None else (length, bool(eqn.params["reverse"]), outs)
+
+    def _outside(self, value: int, depth: int) -> int:
+        """The number of a value that every step reads; some loops make it themselves.
+
+        The first run of a loop may make its positions step by step, where its
+        recomputation makes them before it.
+        """
+        const, found = self.graph.constants.get(value), self.graph.producer.get(value)
+        if const is not None and not np.shape(const):
+            return self._literal(const, self.graph.dtype(value))
+        if found is None or found[0].signature < 0 or depth == 0:
+            return self._number(("input", -1, value))
+        operands = tuple(self._outside(i, depth - 1) for i in found[0].ins)
+        return self._number((found[0].signature, operands, found[1]))
+
+    def _literal(self, value: Any, dtype: Any) -> int:
+        if _jax.is_opaque(value):
+            return self._number(("opaque", id(value)))
+        return self._number(("literal", str(dtype), np.asarray(value, dtype).tobytes()))
+
+    def _results(
+        self, body: Any, given: Sequence[int], count: int
+    ) -> tuple[int, ...] | None:
+        """The numbers of a body's first results; None if they cannot be told."""
+        inner = getattr(body, "jaxpr", body)
+        consts = zip(inner.constvars, _jax.consts_of(body), strict=True)
+        known = {v: self._number(("constant", id(c))) for v, c in consts}
+        known |= dict(zip(inner.invars, given, strict=True))
+        signatures = self.graph.signatures_of(inner.eqns)
+        numbers = dict(zip(map(id, inner.eqns), signatures, strict=True))
+        kept, _ = live(inner.eqns, inner.outvars[:count])
+        for eqn in kept:
+            operands = tuple(self._read(known, a) for a in eqn.invars)
+            signature, results = numbers[id(eqn)], None
+            if signature >= 0:
+                places = range(len(eqn.outvars))
+                results = [self._number((signature, operands, k)) for k in places]
+            elif _jax.call_kind(eqn) in ("call", "remat"):
+                body = _jax.call_body(eqn)
+                results = self._results(body, operands, len(eqn.outvars))
+            if results is None:
+                return None
+            known.update(zip(eqn.outvars, results, strict=True))
+        return tuple(self._read(known, a) for a in inner.outvars[:count])
+
+    def _read(self, known: dict[Any, int], atom: Any) -> int:
+        if not _jax.is_literal(atom):
+            return known[atom]
+        return self._literal(atom.val, atom.aval.dtype)
+
+    def _number(self, content: Hashable) -> int:
+        return self.numbers.setdefault(content, len(self.numbers))
