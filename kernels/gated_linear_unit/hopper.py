@@ -20,7 +20,8 @@ from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.gated_tiles import fits as fits
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -135,16 +136,7 @@ backward = xla.backward
 """The cotangents of every operand by XLA, block by block: branches are not saved."""
 
 
-KERNEL = Kernel(
-    name="hopper",
-    op="gated_linear_unit",
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports, runs_on),
-    speed=Speed(profitable),
-    traits=Traits(memory_bounded=True, saves_out=False),
-    space=Space(Tiles, default, configs, fits),
-    backward_space=Space(xla.Block, xla.default, xla.configs),
-)
+KERNEL = HOPPER.kernel(
+    "gated_linear_unit", forward, backward, supports, Speed(profitable),
+    Space(Tiles, default, configs, fits), xla.KERNEL.backward_space,
+)  # fmt: skip

@@ -19,18 +19,10 @@ import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import branch, combine
+from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import (
-    PLATFORMS,
-    Kernel,
-    Limits,
-    Space,
-    Spec,
-    Speed,
-    Traits,
-    saves_nothing,
-)
+from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 
@@ -281,16 +273,8 @@ def _over_blocks(
     return out, sums
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op="gated_linear_unit",
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable, profitable_backward, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
-    space=Space(Block, default, configs),
-    backward_space=Space(Block, default, configs),
-)
+KERNEL = XLA.kernel(
+    "gated_linear_unit", forward, backward, supports,
+    Speed(profitable, profitable_backward, estimate=estimate),
+    Space(Block, default, configs),
+)  # fmt: skip

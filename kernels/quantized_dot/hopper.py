@@ -25,7 +25,8 @@ from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.shared.hopper import PROCESSORS, by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import usual_steps
 from rewriter.ops.widening import applied
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -237,16 +238,8 @@ backward = xla.backward
 """The cotangent of x by XLA, block by block."""
 
 
-KERNEL = Kernel(
-    name="hopper",
-    op=NAME,
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports, runs_on),
-    speed=Speed(by_estimate, estimate=estimate, modelled=modelled),
-    traits=Traits(memory_bounded=True, saves_out=False),
-    space=Space(Tiles, default, configs, fits),
-    backward_space=Space(xla.Block, xla.default, xla.configs),
-)
+KERNEL = HOPPER.kernel(
+    NAME, forward, backward, supports,
+    Speed(by_estimate, estimate=estimate, modelled=modelled),
+    Space(Tiles, default, configs, fits), xla.KERNEL.backward_space,
+)  # fmt: skip

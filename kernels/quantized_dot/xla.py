@@ -15,17 +15,9 @@ import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot.estimate import estimate
 from rewriter.kernels.quantized_dot.reference import computed
+from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import (
-    PLATFORMS,
-    Kernel,
-    Limits,
-    Space,
-    Spec,
-    Speed,
-    Traits,
-    saves_nothing,
-)
+from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.ops.stored import usual_steps
 from rewriter.ops.widening import applied, by_steps
 from rewriter.support.verdict import YES, Verdict, no
@@ -234,16 +226,7 @@ class _Parts:
         }
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op="quantized_dot",
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
-    space=Space(Block, default, configs),
-    backward_space=Space(Block, default, configs),
-)
+KERNEL = XLA.kernel(
+    "quantized_dot", forward, backward, supports,
+    Speed(profitable, estimate=estimate), Space(Block, default, configs),
+)  # fmt: skip

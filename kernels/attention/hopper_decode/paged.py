@@ -23,7 +23,8 @@ from rewriter.kernels.attention.hopper_decode.time_model import (
 from rewriter.kernels.attention.op import PAGED
 from rewriter.kernels.attention.pages import AXES, as_attention, numbered
 from rewriter.kernels.shared.hopper import by_estimate
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed, spec_of
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -129,14 +130,8 @@ def _forward(
     return out
 
 
-KERNEL = Kernel(
-    name="hopper_decode",
-    op=PAGED.name,
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    limits=Limits(supports, runs_on),
-    speed=Speed(by_estimate, estimate=estimate_pages, modelled=pages_modelled),
-    traits=Traits(memory_bounded=True),
-    space=Space(Split, default, configs, fits),
-)
+KERNEL = HOPPER.kernel(
+    PAGED.name, forward, None, supports,
+    Speed(by_estimate, estimate=estimate_pages, modelled=pages_modelled),
+    Space(Split, default, configs, fits), name="hopper_decode",
+)  # fmt: skip

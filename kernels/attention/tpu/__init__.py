@@ -33,7 +33,8 @@ from rewriter.kernels.attention.tpu.config import fits as fits
 from rewriter.kernels.attention.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.attention.tpu.sizes import together
 from rewriter.kernels.attention.tpu.steps import steps as steps
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import TPU
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -148,19 +149,10 @@ def backward(**given: Any) -> dict[str, Array]:
 
 
 KERNEL = by_entry(
-    Kernel(
-        name="mosaic_tpu",
-        op="attention",
-        platforms=("tpu",),
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports),
-        speed=Speed(profitable, steps=steps),
-        traits=Traits(memory_bounded=True, merges=True, tried=False),
-        space=Space(Blocks, default, configs, fits),
-        backward_space=Space(
-            BackwardBlocks, backward_default, backward_configs, fits_backward
-        ),
+    TPU.kernel(
+        "attention", forward, backward, supports, Speed(profitable, steps=steps),
+        Space(Blocks, default, configs, fits),
+        Space(BackwardBlocks, backward_default, backward_configs, fits_backward),
+        saves_out=True, merges=True,
     )
-)
+)  # fmt: skip

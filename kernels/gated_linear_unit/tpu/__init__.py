@@ -29,8 +29,9 @@ from rewriter.kernels.gated_linear_unit.tpu.config import (
 from rewriter.kernels.gated_linear_unit.tpu.config import fits as fits
 from rewriter.kernels.gated_linear_unit.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
+from rewriter.kernels.shared.kinds import TPU
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Kernel, Limits, Space, Spec, Speed, Traits
+from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 DTYPES = ("bfloat16", "float32")
@@ -181,16 +182,8 @@ def _sizes(operands: dict[str, jax.Array], read: int, made: int) -> Sizes:
     return Sizes(m, k, weights[0].shape[1], items)
 
 
-KERNEL = Kernel(
-    name="mosaic_tpu",
-    op="gated_linear_unit",
-    platforms=("tpu",),
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable),
-    traits=Traits(memory_bounded=True, saves_out=False, tried=False),
-    space=Space(Tiles, default, configs, fits),
-    backward_space=Space(Tiles, default_backward, configs, fits_backward),
-)
+KERNEL = TPU.kernel(
+    "gated_linear_unit", forward, backward, supports, Speed(profitable),
+    Space(Tiles, default, configs, fits),
+    Space(Tiles, default_backward, configs, fits_backward),
+)  # fmt: skip

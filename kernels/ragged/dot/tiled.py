@@ -19,7 +19,8 @@ from jax import lax
 from rewriter.kernels.ragged.dot import estimate, xla
 from rewriter.kernels.ragged.dot.forward import forward as forward_of
 from rewriter.kernels.ragged.dot.rows import anywhere
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import no
 
 if TYPE_CHECKING:
@@ -196,17 +197,9 @@ def _cut(x: Array, parts: int, each: int) -> Array:
 
 
 KERNEL = anywhere(
-    Kernel(
-        name="tiled",
-        op="ragged_dot",
-        platforms=PLATFORMS,
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports),
-        speed=Speed(profitable, estimate=estimate.estimate),
-        traits=Traits(memory_bounded=True, saves_out=False),
-        space=Space(Tiles, default, configs),
-        backward_space=Space(Tiles, default, configs),
+    XLA.kernel(
+        "ragged_dot", forward, backward, supports,
+        Speed(profitable, estimate=estimate.estimate), Space(Tiles, default, configs),
+        name="tiled", saves=None,
     )
-)
+)  # fmt: skip

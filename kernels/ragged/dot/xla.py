@@ -19,15 +19,8 @@ from jax.core import min_dim
 
 from rewriter.kernels.ragged.dot import estimate
 from rewriter.kernels.ragged.dot.forward import forward as forward_of
-from rewriter.ops.kernel import (
-    PLATFORMS,
-    Kernel,
-    Limits,
-    Space,
-    Speed,
-    Traits,
-    saves_nothing,
-)
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -324,16 +317,7 @@ def zero(*arrays: Array) -> Array:
     return total
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op="ragged_dot",
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable, estimate=estimate.estimate),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
-    space=Space(Tile, default, configs),
-    backward_space=Space(Tile, default, configs),
-)
+KERNEL = XLA.kernel(
+    "ragged_dot", forward, backward, supports,
+    Speed(profitable, estimate=estimate.estimate), Space(Tile, default, configs),
+)  # fmt: skip

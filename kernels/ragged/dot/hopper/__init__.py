@@ -19,7 +19,8 @@ from rewriter.kernels.ragged.dot.hopper.config import fits as fits
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -112,17 +113,8 @@ def backward(
 SPACE = Space(Tiles, default, configs, fits)
 
 KERNEL = anywhere(
-    Kernel(
-        name="hopper",
-        op="ragged_dot",
-        platforms=("cuda",),
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports, runs_on),
-        speed=Speed(by_estimate, by_rule=False, estimate=estimate),
-        traits=Traits(memory_bounded=True, saves_out=False),
-        space=SPACE,
-        backward_space=SPACE,
+    HOPPER.kernel(
+        "ragged_dot", forward, backward, supports,
+        Speed(by_estimate, by_rule=False, estimate=estimate), SPACE, SPACE,
     )
-)
+)  # fmt: skip

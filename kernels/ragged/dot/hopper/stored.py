@@ -20,7 +20,8 @@ from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.stored_estimate import ROWS, estimate
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import EIGHT_BITS, widened, widened_spec
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -185,16 +186,8 @@ def backward(
 
 
 KERNEL = anywhere(
-    Kernel(
-        name="hopper",
-        op=NAME,
-        platforms=("cuda",),
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports, runs_on),
-        speed=Speed(by_estimate, estimate=estimate),
-        traits=Traits(memory_bounded=True, saves_out=False),
-        space=Space(Tiles, default, configs, fits),
+    HOPPER.kernel(
+        NAME, forward, backward, supports, Speed(by_estimate, estimate=estimate),
+        Space(Tiles, default, configs, fits),
     )
-)
+)  # fmt: skip

@@ -23,16 +23,15 @@ from rewriter.kernels.ragged.dot.tpu.config import default_backward as default_b
 from rewriter.kernels.ragged.dot.tpu.config import fits as fits
 from rewriter.kernels.ragged.dot.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.ragged.dot.tpu.config import steps as steps
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import TPU
+from rewriter.kernels.shared.tpu import by_device, refused_dtypes, refused_precision
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
     from rewriter.ops.kernel import Spec
-
-DTYPES = ("bfloat16", "float32")
-PRECISIONS = (None, "default", "high", "highest")
 
 
 def supports(spec: Spec) -> Verdict:
@@ -42,26 +41,10 @@ def supports(spec: Spec) -> Verdict:
     base = xla.supports(spec)
     if not base.ok:
         return base
-    found = [YES]
-    made = spec.param("out_dtype") or str(
-        jnp.result_type(spec.dtype("lhs"), spec.dtype("rhs"))
-    )
-    for name, dtype in (
-        ("lhs", spec.dtype("lhs")), ("rhs", spec.dtype("rhs")), ("the result", made),
-    ):  # fmt: skip
-        if dtype not in DTYPES:
-            text = f"{name} is {dtype}, not {' or '.join(DTYPES)}"
-            found.append(no("dtype", text))
-    if spec.param("precision") not in PRECISIONS:
-        text = f"precision {spec.param('precision')!r} is no choice of the compiler"
-        found.append(no("precision", text))
-    return all_of(*found, smallest(spec))
-
-
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: the gain depends on the generation, which `estimate` knows."""
-    del spec, platform
-    return no("device", "which TPU it is decides, and that is not known")
+    dtypes = {"lhs": spec.dtype("lhs"), "rhs": spec.dtype("rhs")}
+    made = spec.param("out_dtype") or str(jnp.result_type(*dtypes.values()))
+    found = refused_dtypes({**dtypes, "the result": made}) + refused_precision(spec)
+    return all_of(YES, *found, smallest(spec))
 
 
 def _product(
@@ -101,17 +84,10 @@ backward = functools.partial(xla.backward, product=forward)
 
 
 KERNEL = anywhere(
-    Kernel(
-        name="mosaic_tpu",
-        op="ragged_dot",
-        platforms=("tpu",),
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports),
-        speed=Speed(profitable, estimate=estimate, steps=steps),
-        traits=Traits(memory_bounded=True, saves_out=False, tried=False),
-        space=Space(Tiles, default, configs, fits),
-        backward_space=Space(Tiles, default_backward, configs, fits_backward),
+    TPU.kernel(
+        "ragged_dot", forward, backward, supports,
+        Speed(by_device, estimate=estimate, steps=steps),
+        Space(Tiles, default, configs, fits),
+        Space(Tiles, default_backward, configs, fits_backward),
     )
-)
+)  # fmt: skip
