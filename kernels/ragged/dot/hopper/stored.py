@@ -18,11 +18,12 @@ from rewriter.kernels.ragged.dot.op import OP
 from rewriter.kernels.ragged.dot.op import STORED as STORED_OP
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.stored_estimate import ROWS, estimate
+from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.ops.kernel import Space, Speed
-from rewriter.ops.stored import EIGHT_BITS, widened, widened_spec
+from rewriter.ops.stored import EIGHT_BITS, widened_operands, widened_spec
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -111,78 +112,52 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
 
 
 def forward(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
+    *operands: Array,
     rhs_scale: Array | None = None,
-    *,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
     residuals: bool = False,
     config: Tiles | None = None,
+    **given: Any,
 ) -> Any:
     """Returns the ragged dot, as `reference` does, for supported uses.
 
     Products are exact in the float32 that they are summed in, so that `precision`
     changes nothing; the sums are multiplied by the scale, and rounded once.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
-        mode: "forward" or "transposed".
-        out_dtype: The result's dtype, that of lhs by default.
+        *operands: The first fields of `Use`.
+        rhs_scale: [g, n].
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
+        **given: The other fields of `Use`. The result is of the dtype of lhs by
+            default.
     """
     from rewriter.kernels.ragged.dot.hopper import narrow
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
-    del precision
-    turned = mode == "transposed"
+    use = Use(*operands, **given)
     scale = None if rhs_scale is None else rhs_scale.astype(jnp.float32)
     (out,) = combined(
-        NAME, lhs, [Branch(rhs, scale=scale)], rhs.shape[1 if turned else 2],
-        group_sizes, [lambda product: product], jnp.dtype(out_dtype or lhs.dtype),
-        config or Tiles(), turned, narrow.side,
+        NAME, use.lhs, [Branch(use.rhs, scale=scale)], use.columns, use.group_sizes,
+        [lambda product: product], jnp.dtype(use.out_dtype or use.lhs.dtype),
+        config or Tiles(), use.transposed, narrow.side,
     )  # fmt: skip
     return (out, ()) if residuals else out
 
 
-def backward(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    rhs_scale: Array | None = None,
-    *,
-    out: None = None,
-    residuals: tuple[()] = (),
-    cotangent: Array,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
-    config: Any = None,
-) -> dict[str, Array]:
+def backward(*, cotangent: Array, config: Any = None, **given: Any) -> dict[str, Array]:
     """Returns the cotangent of lhs, by the dequantized matrices.
 
     The reference computes those of the scale, and of float matrices.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
-        out: Not needed.
-        residuals: Empty.
         cotangent: As the result of `forward`.
         config: Not needed.
+        **given: As for `rewriter.kernels.ragged.dot.xla.backward`, and ``rhs_scale``.
     """
-    del out, residuals, config
-    axis = 2 if mode == "transposed" else 1
-    given = ragged_dot.backward(
-        lhs=lhs, rhs=widened(rhs, rhs_scale, axis, lhs.dtype), group_sizes=group_sizes,
-        cotangent=cotangent, mode=mode, out_dtype=out_dtype, precision=precision,
-    )  # fmt: skip
-    return {"lhs": given["lhs"]}
+    del config
+    found = ragged_dot.backward(cotangent=cotangent, **widened_operands(OP, given))
+    return {"lhs": found["lhs"]}
 
 
 KERNEL = anywhere(

@@ -7,13 +7,12 @@ they are first traced.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import xla
 from rewriter.kernels.ragged.dot.estimate import estimate
-from rewriter.kernels.ragged.dot.forward import forward as forward_of
 from rewriter.kernels.ragged.dot.products import Product
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.tpu.config import NAMES, Tiles, blocks, smallest, vmem
@@ -23,6 +22,8 @@ from rewriter.kernels.ragged.dot.tpu.config import default_backward as default_b
 from rewriter.kernels.ragged.dot.tpu.config import fits as fits
 from rewriter.kernels.ragged.dot.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.ragged.dot.tpu.config import steps as steps
+from rewriter.kernels.ragged.dot.use import Use
+from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.kinds import TPU
 from rewriter.kernels.shared.tpu import by_device, refused_dtypes, refused_precision
 from rewriter.ops.kernel import Space, Speed
@@ -47,30 +48,23 @@ def supports(spec: Spec) -> Verdict:
     return all_of(YES, *found, smallest(spec))
 
 
-def _product(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    mode: str,
-    dtype: Any,
-    precision: str | None,
-    config: Tiles | None,
-) -> Array:
+def _product(use: Use, config: Tiles | None) -> Array:
     """The result, by the kernel for its mode."""
     from rewriter.kernels.ragged.dot.tpu.by_groups import product_of_groups
     from rewriter.kernels.ragged.dot.tpu.by_rows import rows_times_matrices
 
-    n = rhs.shape[1 if mode == "transposed" else -1]
-    items = lhs.dtype.itemsize, rhs.dtype.itemsize, dtype.itemsize
-    product = Product(mode, *lhs.shape, n, len(group_sizes), items)
+    lhs, rhs, precision = use.lhs, use.rhs, use.precision
+    items = lhs.dtype.itemsize, rhs.dtype.itemsize, use.dtype.itemsize
+    groups = len(use.group_sizes)
+    product = Product(use.mode, *lhs.shape, use.columns, groups, items)
     tiles = config or Tiles()
-    if mode == "contracting":
+    if use.contracting:
         return product_of_groups(
-            lhs, rhs, group_sizes, product, dtype, precision, tiles
+            lhs, rhs, use.group_sizes, product, use.dtype, precision, tiles
         )
     (out,) = rows_times_matrices(
-        lhs, [rhs], group_sizes, product, [dtype], precision,
-        blocks(product, tiles), vmem(product, tiles), NAMES[mode],
+        lhs, [rhs], use.group_sizes, product, [use.dtype], precision,
+        blocks(product, tiles), vmem(product, tiles), NAMES[use.mode],
     )  # fmt: skip
     return out
 
