@@ -18,14 +18,12 @@ from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import Tiles
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
-from rewriter.kernels.shared.gated_tiles import fits as fits
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
-from rewriter.ops.kernel import Space, Speed
+from rewriter.ops.kernel import Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
 NAME = "gated_linear_unit"
@@ -71,19 +69,11 @@ def part_of(spec: Spec) -> Spec:
 
 
 def _rows(spec: Spec) -> int:
+    """The rows."""
     return math.prod(spec.shape("x")[:-1])
 
 
-def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the rule of thumb."""
-    del device
-    return gated_tiles.default(_rows(spec))
-
-
-def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles worth measuring, most promising first."""
-    del device
-    return gated_tiles.configs(_rows(spec))
+SPACE = gated_tiles.space(_rows)
 
 
 def forward(
@@ -123,5 +113,5 @@ backward = xla.backward
 
 KERNEL = HOPPER.kernel(
     "gated_linear_unit", forward, backward, supports, Speed(profitable),
-    Space(Tiles, default, configs, fits), xla.KERNEL.backward_space,
+    SPACE, xla.KERNEL.backward_space,
 )  # fmt: skip

@@ -115,6 +115,7 @@ def _forward(
     fills: bool = False,
     **given: Any,
 ) -> Array:
+    from rewriter.kernels.attention.hopper.use import Use
     from rewriter.kernels.attention.hopper_decode.decode import attend
     from rewriter.kernels.attention.hopper_decode.problem import Pages
 
@@ -124,7 +125,8 @@ def _forward(
     table, beyond = numbered(table, pool["p"], wraps)
     pages = Pages(size=pool["z"], count=table.shape[1], axes=axes, listed=True)
     s = pages.size * pages.count
-    out = attend(q, k_pages, v_pages, table, pages, s, pool["k"], config, **given)
+    use = Use(q, k_pages, v_pages, **given)
+    out = attend(use, table, pages, s, pool["k"], config)
     if fills:
         out = jnp.where(beyond[:, None, None, None], jnp.nan, out)
     return out

@@ -25,17 +25,15 @@ from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import (
 from rewriter.kernels.ragged.gated_linear_unit.use import Use
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
-from rewriter.kernels.shared.gated_tiles import fits as fits
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
-from rewriter.ops.kernel import Space, Speed
+from rewriter.ops.kernel import Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
 NAME = "ragged_gated_linear_unit"
@@ -67,19 +65,11 @@ def supports_parts(spec: Spec) -> Verdict:
 
 
 def _mean(spec: Spec) -> int:
+    """The rows of a group, on average."""
     return spec.shape("x")[0] // spec.shape("group_sizes")[0]
 
 
-def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the rule of thumb."""
-    del device
-    return gated_tiles.default(_mean(spec))
-
-
-def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles worth measuring, most promising first."""
-    del device
-    return gated_tiles.configs(_mean(spec))
+SPACE = gated_tiles.space(_mean)
 
 
 def forward(
@@ -148,7 +138,7 @@ KERNEL = anywhere(
     HOPPER.kernel(
         "ragged_gated_linear_unit", forward, PARTS.backward, supports,
         Speed(by_estimate, estimate=estimate, modelled=modelled),
-        Space(Tiles, default, configs, fits), PARTS.space,
+        SPACE, PARTS.space,
     ),
     "x",
 )  # fmt: skip
