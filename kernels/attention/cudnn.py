@@ -103,7 +103,7 @@ def deterministic(config: object) -> Verdict:
     return no("deterministic", "its gradients' sums differ from run to run")
 
 
-FEW = 128
+FEWEST = 128
 """The fewest queries and keys."""
 
 
@@ -114,10 +114,10 @@ def modelled(spec: Spec, device: Device | None = None, passes: str = "") -> Verd
         return no("untried", f"not compared with {more} on a GPU: measure it with tune")
     (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
     scores = 4 * b * n * t * s
-    if min(t, s) >= FEW and scores >= SMALL:
+    if min(t, s) >= FEWEST and scores >= SMALL:
         return YES
     text = f"{t} queries, {s} keys and scores of {scores / (1 << 20):.3g} MiB"
-    least = f"below {FEW} of them or {SMALL >> 20} MiB"
+    least = f"below {FEWEST} of them or {SMALL >> 20} MiB"
     return no("small", f"{text} are so little that XLA is as fast: {least}")
 
 

@@ -211,10 +211,10 @@ def backward(
 
 def _zeros(head: Head, added: bool) -> Rows:
     """Where cotangents of weights and bias are put, or added up."""
-    wholes = {"w": head.w} if head.bias is None else {"w": head.w, "bias": head.bias}
+    shared = {"w": head.w} if head.bias is None else {"w": head.w, "bias": head.bias}
     return {
         n: jnp.zeros(a.shape, head.wide if added else a.dtype)
-        for n, a in wholes.items()
+        for n, a in shared.items()
     }
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
-APART = Tiles(128, 128, 6, apart=True)
+SEPARATE = Tiles(128, 128, 6, apart=True)
 """Each warpgroup with tiles of its own: one combines while the other multiplies."""
 
 
@@ -57,7 +57,7 @@ def default(rows: int) -> Tiles:
 
 def configs(rows: int) -> list[Tiles]:
     """Returns tiles worth measuring for groups of some rows, the best guess first."""
-    made = [Tiles(width=16), Tiles(width=4), Tiles(256, 128), APART]
+    made = [Tiles(width=16), Tiles(width=4), Tiles(256, 128), SEPARATE]
     if rows <= 512:
         alike = [Tiles(64, 256), Tiles(64, 256, apart=True), Tiles(64, 512, 2)]
         made += [replace(x, claimed=False) for x in alike]

@@ -145,8 +145,8 @@ def _around(
                         miss = miss or Refused("budget", str(error), score=0.3)
                     if find.done(NAME, value):
                         return
-    told = (GENERAL, anchor.outs[0]) in find.misses  # one reason for a place
-    if miss is not None and miss.score > 0.5 and not told:
+    reported = (GENERAL, anchor.outs[0]) in find.misses  # one reason for a place
+    if miss is not None and miss.score > 0.5 and not reported:
         find.missed(NAME, anchor, miss)
 
 

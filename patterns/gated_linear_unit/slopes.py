@@ -337,7 +337,7 @@ def _argument(
     """
     alg, branch = find.algebra, side.branch
     term: Poly = {(TRUE, branch.term): 1.0}
-    wholes = [alg.add(term, branch.bias), *([term] if branch.bias else [])]
+    candidates = [alg.add(term, branch.bias), *([term] if branch.bias else [])]
     if rules_around(find.graph, side.value):
         text = "a rule of its own for derivatives holds more than the activation"
         raise Refused("slopes", text, score=0.6)
@@ -347,7 +347,7 @@ def _argument(
         factor = form.get((TRUE, branch.term))
         if factor is None or rules_around(find.graph, value):
             continue
-        if any(not alg.add(form, whole, -factor) for whole in wholes):
+        if any(not alg.add(form, whole, -factor) for whole in candidates):
             found = value, factor / branch.scale
             if _is_exact(found[1]):
                 return found

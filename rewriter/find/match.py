@@ -268,10 +268,13 @@ class Proved:
     def is_like(
         self, graph: Graph, anchor: Node, inner: Set[int], out: Escapes
     ) -> bool:
-        """Whether the same results inside are read beside at another anchor."""
-        for path, beside in self.inside:
+        """Whether the same results inside are read elsewhere at another anchor."""
+        for path, elsewhere in self.inside:
             value = go(graph, anchor.outs, path)
-            if value is None or is_read_elsewhere(graph, value, inner, out) != beside:
+            if (
+                value is None
+                or is_read_elsewhere(graph, value, inner, out) != elsewhere
+            ):
                 return False
         return True
 
@@ -296,11 +299,11 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
             continue
         covered = memory.covered.setdefault(pattern.name, set())
         if reading.value in covered:
-            beside = reading.may_be_inside and is_read_elsewhere(
+            elsewhere = reading.may_be_inside and is_read_elsewhere(
                 find.graph, reading.value, covered, memory.out
             )
-            inside.append((reading, beside))
-            if not beside:
+            inside.append((reading, elsewhere))
+            if not elsewhere:
                 continue
         spec, problem = check(find.graph, pattern.op, reading)
         if problem is not None:
@@ -373,11 +376,11 @@ def _inside_first(found: list[Match]) -> list[Match]:
 def _ways(
     graph: Graph, anchor: Node, inside: Iterable[tuple[Reading, bool]]
 ) -> Iterator[tuple[tuple[Way, ...], bool]]:
-    """The ways to results inside of matches, and whether each is read beside."""
-    for reading, beside in inside:
+    """The ways to results inside of matches, and whether each is read elsewhere."""
+    for reading, elsewhere in inside:
         path = way(graph, anchor.outs, reading.value)
         if reading.may_be_inside and path is not None:
-            yield path, beside
+            yield path, elsewhere
 
 
 def _match(find, pattern, anchor, reading, spec, value, leaves, inner, found) -> Match:

@@ -34,7 +34,7 @@ from rewriter.reports.rows import (
     widths_of,
 )
 from rewriter.rewrite.passes.aligned_products import Aligned
-from rewriter.rewrite.passes.checkpoint_savings import Kept
+from rewriter.rewrite.passes.checkpoint_savings import Saved
 from rewriter.rewrite.passes.flops import SITES
 from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.plan import Site
@@ -99,8 +99,8 @@ class Report:
     key: Key | None = field(default=None, repr=False)
     placement: Placement | None = field(default=None, repr=False)
     stacks: tuple[Stacks, ...] = ()
-    kept: tuple[Kept, ...] = ()
-    offered: tuple[Kept, ...] = ()
+    kept: tuple[Saved, ...] = ()
+    offered: tuple[Saved, ...] = ()
     aligned: tuple[Aligned, ...] = ()
 
     def counts(
@@ -321,14 +321,14 @@ def _beside_sites(report: Report, widths: tuple[int, ...]) -> Iterator[str]:
         yield from _stacks_lines(stacks, widths)
 
 
-def _kept_row(same: Sequence[Kept]) -> tuple[str, str, str, str]:
+def _kept_row(same: Sequence[Saved]) -> tuple[str, str, str, str]:
     flops, count = sum(k.flops for k in same), sum(k.turns for k in same)
     memory = size(sum(k.bytes for k in same))
     text = f"kept for gradients in {memory}: {flops / 1e12:.3g} TFLOP less"
     return same[0].what, f"×{count}", same[0].where, text
 
 
-def _offer(offered: Sequence[Kept]) -> str:
+def _offer(offered: Sequence[Saved]) -> str:
     flops, memory = (sum(getattr(k, n) for k in offered) for n in ("flops", "bytes"))
     best = max(offered, key=lambda k: k.flops / k.bytes)
     first = sum(k.bytes for k in offered if k.what == best.what)

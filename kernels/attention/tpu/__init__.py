@@ -111,7 +111,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     if _bytes(spec) > 2 and scores < LARGE:
         text = f"float32 at full precision for scores of {scores >> 20} MiB: XLA"
         return no("float32", f"{text} is as fast, unless the source asked for it")
-    if min(t, s) >= FEW and scores >= SMALL:
+    if min(t, s) >= FEWEST and scores >= SMALL:
         return YES
     if together(spec) and spec.nbytes("k") >= CACHE and _hides(spec):
         return YES
@@ -119,7 +119,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("small", f"{text} are so little that XLA is as fast")
 
 
-FEW, SMALL, LARGE = 256, 1 << 20, 2 << 30
+FEWEST, SMALL, LARGE = 256, 1 << 20, 2 << 30
 CACHE = 4 << 20
 """The fewest bytes of keys for which skipping some is worth a kernel."""
 

@@ -84,17 +84,22 @@ def supports(spec: Spec) -> Verdict:
 def default(spec: Spec, device: Device) -> Tiles:
     """Returns the default config, by rows of a group."""
     del device
-    return Tiles() if _few(spec) else MANY
+    return Tiles() if _few_rows(spec) else MANY
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
     """Returns configs worth measuring, most promising first."""
     del device
-    few = [Tiles(), Tiles(64, 128, 8), Tiles(64, 128, apart=True), Tiles(behind=False)]
-    return few if _few(spec) else [MANY, replace(MANY, width=16), *few[:1]]
+    small = [
+        Tiles(),
+        Tiles(64, 128, 8),
+        Tiles(64, 128, apart=True),
+        Tiles(behind=False),
+    ]
+    return small if _few_rows(spec) else [MANY, replace(MANY, width=16), *small[:1]]
 
 
-def _few(spec: Spec) -> bool:
+def _few_rows(spec: Spec) -> bool:
     """Whether groups have, on average, no more rows than a small tile."""
     return spec.shape("lhs")[0] <= ROWS[0] * spec.shape("group_sizes")[0]
 
