@@ -467,12 +467,12 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
     for node in map(find.graph.node_of, tuple(used)):
         if node is not None and node.prim in LOOPS:  # a loop that is replaced
             used |= body_values(node)
-    dense = any(refusal.code == "dense" for _, refusal in find.misses.values())
+    explained = {op for _, refusal in find.misses.values() for op in refusal.explains}
     for (op, value), (anchor, refusal) in find.misses.items():
         if value in used or refusal.score < 0.3:
             continue
-        if op == "attention" and refusal.score < 0.5 and dense:
-            continue  # a router's softmax
+        if op in explained and refusal.score < 0.5:
+            continue
         where = find.where(anchor)
         yield NearMiss(
             op,

@@ -21,7 +21,17 @@ Group = tuple[int, ...]
 
 
 class Refused(Exception):
-    """A pattern's refusal of a region, with what is different about it."""
+    """A pattern's refusal of a region, with what is different about it.
+
+    Attributes:
+        code: A short stable name.
+        text: The reason, as of `rewriter.support.verdict.Reason`.
+        difference: The part of the form that differs.
+        score: How near it is to the op, from 0 to 1.
+        suggestion: What the user may change.
+        explains: Other ops of which the program has far-off look-alikes for the same
+            reason; those are not reported.
+    """
 
     def __init__(
         self,
@@ -31,10 +41,11 @@ class Refused(Exception):
         difference: str = "",
         score: float = 0.5,
         suggestion: str = "",
+        explains: frozenset[str] = frozenset(),
     ):
         super().__init__(text)
         self.code, self.text, self.difference = code, text, difference
-        self.score, self.suggestion = score, suggestion
+        self.score, self.suggestion, self.explains = score, suggestion, explains
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
 from rewriter.measure.measurement import time_text
 from rewriter.ops.device import of
-from rewriter.ops.registry import look_alikes
+from rewriter.ops.registry import look_alikes, registry
 from rewriter.program.collectives import Collectives, collectives_of
 from rewriter.program.graph import Graph
 from rewriter.program.propagation import Placement
@@ -39,12 +39,6 @@ from rewriter.rewrite.passes.flops import SITES
 from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.plan import Site
 from rewriter.support.verdict import Reason
-
-COUNTED = (
-    "attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot",
-    "linear_cross_entropy", "cross_entropy", "embedding",
-)  # fmt: skip
-
 
 ASCII = str.maketrans({
     "✓": "+", "✗": "!", "×": "x", "→": ">", "−": "-", "·": ";", "≥": ">=",
@@ -115,7 +109,7 @@ class Report:
             backward: Count only sites whose gradient was found as well.
             replaced: Count only sites that a kernel replaces.
         """
-        found = Counter(dict.fromkeys(COUNTED, 0))
+        found = Counter(dict.fromkeys(registry().counted(), 0))
         for site in self.sites:
             if site.backward >= backward and site.replaced >= replaced:
                 for op in site.parts or (site.op,):
