@@ -156,7 +156,7 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: as for a ragged dot, and parts are equal."""
     found = [ragged_dot.fits(config, part_of(spec), device)]
     if (spec.shape("x")[-1] // STEP) % config.splits:
-        text = f"{config.splits} parts of {spec.shape('x')[-1] // STEP} steps"
+        text = f"{spec.shape('x')[-1] // STEP} steps do not make {config.splits} equal parts"
         found.append(no("splits", text))
     if config.columns > ragged_dot.WIDE:
         text = f"{config.columns} columns a warpgroup, of at most {ragged_dot.WIDE}"

@@ -284,7 +284,8 @@ class _Renaming:
             if self.piece.key not in alg.term_ids(flag, ()):
                 form = self.product(body, (*inner, *fresh))
                 return alg.sum_over(_masked(alg, form, flag), fresh)
-        raise OverBudget("the keys of a piece are used in another way")
+        text = "keys come from several arrays, and one of them is used in another way"
+        raise OverBudget(text)
 
     def _leaf(self, atom: int, inner: tuple[int, ...]) -> int:
         use = _use(self.alg, atom, inner, self.piece.key)

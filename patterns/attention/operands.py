@@ -86,7 +86,7 @@ def _scale_of_scores(softmax: Softmax, axes: Axes) -> _Factors:
     if len(qk) > 1:
         if any(x.extra for x in qk):
             raise Refused(
-                "scores", "two contractions with scales of their own", score=0.6
+                "scores", "the scores add two products of different scales", score=0.6
             )
         return _Factors()
     of_queries = set(axes.t) | (set(axes.n) - set(axes.k))
@@ -102,7 +102,7 @@ def _scale_of_scores(softmax: Softmax, axes: Axes) -> _Factors:
         else:
             raise Refused(
                 "scores",
-                "scores are multiplied by a position factor",
+                "the scores are multiplied by a factor that depends on the position",
                 difference=alg.show_atom(f[0]),
                 score=0.6,
             )
@@ -170,7 +170,7 @@ def _bias(softmax: Softmax, axes: Axes) -> tuple[str, Operand | None]:
         raise Refused("bias", "the bias may be infinite", score=0.6)
     ids = [i for axis in axes.of_scores for i in axis]
     if alg.ids(bias) - set(ids):
-        raise Refused("bias", "the bias has an axis of its own", score=0.6)
+        raise Refused("bias", "the bias has an axis that the scores lack", score=0.6)
     _refuse_large_in_rows(softmax)
     own = softmax.find.own_form(softmax.ev, bias, ids)
     return "bias", operand(own, *axes.of_scores, full=False)

@@ -48,6 +48,16 @@ class Refused(Exception):
         self.score, self.suggestion, self.explains = score, suggestion, explains
 
 
+def unproved(error: OverBudget, score: float) -> Refused:
+    """Returns the refusal of a region whose proof stopped.
+
+    Args:
+        error: What it stopped at.
+        score: How near the region is to the op, from 0 to 1.
+    """
+    return Refused("budget", f"not proved: {error}", score=score)
+
+
 @dataclass(frozen=True)
 class Operand:
     """One operand of an op, as a form over the region's leaves.
@@ -241,7 +251,7 @@ def flat_indices(a: Index) -> list[int]:
         return [a]
     if a[0] == "cat":
         return flat_indices(a[1]) + flat_indices(a[2])
-    raise OverBudget("an output axis is not a product of indices")
+    raise OverBudget("an axis of the result mixes axes in a way that is not known")
 
 
 def split_digits(

@@ -79,7 +79,7 @@ def deterministic(config: BackwardTiles | None) -> Verdict:
     """Returns whether gradients have the same bits in every run: not if fused."""
     if config is None or not config.fused:
         return YES
-    return no("deterministic", "dq is added up in memory in no fixed order")
+    return no("deterministic", "the gradient of q is added up in no fixed order")
 
 
 def _operands(spec: Spec) -> Verdict:

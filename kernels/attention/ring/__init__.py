@@ -33,7 +33,7 @@ def supports(spec: Spec, count: int) -> Verdict:
     more = sorted(set(spec.operands) - OPERANDS)
     found = [YES]
     if more:
-        found.append(no("operands", f"no ring takes {', '.join(more)}"))
+        found.append(no("operands", f"a ring does not take {', '.join(more)}"))
     if spec.param("empty_rows") == PASSING and spec.param("softcap") is not None:
         text = "scores of rows without keys get gradients through a soft cap"
         found.append(no("softcap", f"{text}, for which a ring would go around again"))
@@ -43,7 +43,7 @@ def supports(spec: Spec, count: int) -> Verdict:
     window, shift = spec.param("window"), spec.param("shift")
     t, s = spec.shape("q")[1], spec.shape("k")[1]
     if window != (None, None) and t != s:
-        text = f"{t} queries and {s} keys a device, whose positions a ring counts alike"
+        text = f"{t} queries and {s} keys on each device: a ring needs as many of both"
         found.append(no("sizes", text))
     elif turns(window, shift, t, count)[0].before is None:
         found.append(no("window", "the window hides each device's own keys"))
