@@ -155,8 +155,8 @@ ADDED = 16.0
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: as for a ragged dot, and parts are equal."""
     found = [ragged_dot.fits(config, part_of(spec), device)]
-    if (spec.shape("x")[-1] // STEP) % config.splits:
-        text = f"{spec.shape('x')[-1] // STEP} steps do not make {config.splits} equal parts"
+    if (steps := spec.shape("x")[-1] // STEP) % config.splits:
+        text = f"{steps} steps do not make {config.splits} equal parts"
         found.append(no("splits", text))
     if config.columns > ragged_dot.WIDE:
         text = f"{config.columns} columns a warpgroup, of at most {ragged_dot.WIDE}"
