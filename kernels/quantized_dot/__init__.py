@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.quantized_dot import hopper, xla
+from rewriter.kernels.quantized_dot import few_rows, hopper, xla
 from rewriter.kernels.quantized_dot.op import OP as OP
 
-KERNELS = (hopper.KERNEL, xla.KERNEL)
+KERNELS = (few_rows.KERNEL, hopper.KERNEL, xla.KERNEL)

@@ -10,7 +10,13 @@ m, k, n             stored         model and measured on an H100; µs
 16 4096 14336       int8, groups   xla 125 122   hopper 47 44
 16 4096 14336       int4, groups   xla 112 106   hopper 47 33
 256 4096 14336      int8           xla 125 123   hopper 79 82
-16 14336 4096       int8           xla 125 120   hopper 37 35
+
+Few rows: each number is read once, and widened in registers, at the rate of memory. All
+blocks of columns read the rows again, from the cache.
+
+16 4096 14336       int8           24 23         64 4096 14336   int8   26 27
+16 4096 14336       int4, groups   14 16         64 8192 28672   int8   90 83
+16 8192 28672       int8           84 84         16 4096 14336   fp8    24 24
 
 (``tests/bench/results/quantized_dot_h100.json``)
 """
@@ -21,7 +27,7 @@ import math
 from collections.abc import Mapping
 
 from rewriter.ops.device import Device
-from rewriter.ops.estimate import item, seconds
+from rewriter.ops.estimate import LAUNCH_S, item, seconds
 from rewriter.ops.kernel import Spec
 from rewriter.ops.stored import usual_steps
 from rewriter.ops.widening import JOINS
@@ -33,8 +39,9 @@ WRITTEN = 0.75
 READ = 0.9
 """The share of the bandwidth of a product of few rows that reads a widened matrix."""
 
-FUSED = 0.75
-"""The share of the bandwidth of a product that casts what it reads."""
+FUSED = 0.68
+"""The share of the bandwidth of a product of one row that casts what it reads. With 256
+rows it takes twice as long."""
 
 NARROW = 0.68
 """The share of the bandwidth of the kernel for Hopper, where a number is a byte: it
@@ -99,7 +106,8 @@ def as_written(spec: Spec, device: Device) -> float:
     apart = before + max(products, seconds(device, 0.0, wide, memory=READ))
     if not fuses(spec):
         return apart
-    within = seconds(device, 0.0, stored_bytes(spec), memory=FUSED)
+    share = FUSED / (1 + rows_of(spec) / 256)
+    within = seconds(device, 0.0, stored_bytes(spec), memory=share)
     return min(apart, max(products, within))
 
 
@@ -114,12 +122,31 @@ def on_hopper(spec: Spec, device: Device) -> float:
     )
 
 
+CACHED = 0.15
+"""How long reading a byte from the cache takes, in that of memory."""
+
+
+RATE = 3.9e12
+"""Numbers a second that are widened where a thread reads one or two bytes at once."""
+
+
+def of_few_rows(spec: Spec, device: Device) -> float:
+    """Returns the seconds of one product by the kernel of few rows."""
+    count, rows = numbers(spec), rows_of(spec)
+    again = count / 128 * rows * item(spec, "x")
+    read = seconds(device, 0.0, stored_bytes(spec) + CACHED * again)
+    four = stored_bytes(spec) < count
+    if four and (rows > 32 or spec.param("mode") == "transposed"):
+        return max(read, count / RATE + LAUNCH_S)
+    return read
+
+
 TIMES = {"forward": 1.0, "vjp": 1.0, "forward_and_vjp": 2.0}
 """Products of the forward's size, each of a matrix that is read."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"xla"``, ``"memory_bounded"`` and ``"hopper"``.
+    """Returns the seconds of ``"xla"`` and of the kernels.
 
     The gradient of rows is XLA's, whatever the kernel.
     """
@@ -130,7 +157,12 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     ours = on_hopper(spec, device) if modelled(spec, device, passes).ok else math.inf
     rest = 0.0 if passes == "forward" else once
     times = TIMES[passes]
-    return {"xla": times * once, "memory_bounded": times * loop, "hopper": ours + rest}
+    return {
+        "xla": times * once,
+        "memory_bounded": times * loop,
+        "hopper": ours + rest,
+        "hopper_few_rows": of_few_rows(spec, device) + rest,
+    }
 
 
 def modelled(spec: Spec, device: Device, passes: str) -> Verdict:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot import xla
 from rewriter.kernels.quantized_dot.estimate import estimate, modelled
-from rewriter.kernels.quantized_dot.rounding import in_float32
+from rewriter.kernels.quantized_dot.rounding import ROUND, in_float32
 from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
@@ -29,11 +29,10 @@ from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import usual_steps
+from rewriter.ops.widening import all_columns
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from jax import Array
-
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -85,8 +84,12 @@ def supports(spec: Spec) -> Verdict:
     if n % ragged_dot.WIDE:
         text = f"n is {n}, not a multiple of {ragged_dot.WIDE}"
         found.append(no("alignment", text))
-    if in_float32(_steps(spec), spec.dtype("x")) is None:
+    how = in_float32(_steps(spec), spec.dtype("x"), spec.dtype("w"))
+    if how is None:
         text = f"it does not compute the steps {spec.param('widen')!r}"
+        found.append(no("widen", text))
+    elif _rounds_a_product_before_a_sum([sign for sign, _ in how.steps]):
+        text = "its compiler leaves out the rounding of a product before a sum"
         found.append(no("widen", text))
     for name in ("w_scale", "w_zero"):
         groups = spec.shape(name)[0] if spec.has(name) else 1
@@ -94,6 +97,12 @@ def supports(spec: Spec) -> Verdict:
             text = f"groups of {k // groups} numbers, not a multiple of {STEP}"
             found.append(no("groups", text))
     return all_of(*found)
+
+
+def _rounds_a_product_before_a_sum(signs: list[str]) -> bool:
+    """Whether a product is rounded, and then something is added to it."""
+    three = zip(signs, signs[1:], signs[2:], strict=False)
+    return any(a == "*" and b == ROUND and c in "+-" for a, b, c in three)
 
 
 def _steps(spec: Spec) -> str:
@@ -188,10 +197,10 @@ def forward(
     if parts > 1:
         lhs = lhs.reshape(rows, parts, k // parts)
         lhs = lhs.transpose(1, 0, 2).reshape(parts * rows, k // parts)
-    how = in_float32(use.steps, x.dtype.name)
+    how = in_float32(use.steps, x.dtype.name, use.w.dtype.name)
     assert how is not None
     arrays = {"scale": use.w_scale, "zero": use.w_zero}
-    within = [_rows(arrays[name], own, n) for name, own in how.dtypes]
+    within = [all_columns(arrays[name], own, n) for name, own in how.dtypes]
     names = [name for name, _ in how.dtypes]
     steps = [(s, names.index(x) if x in names else x) for s, x in how.steps]
     branch = Branch(use.w[None], within=tuple(within), split=parts > 1)
@@ -207,15 +216,6 @@ def forward(
         out = use.finished(out.astype(dtype))
     out = out.reshape(*x.shape[:-1], n)
     return (out, ()) if residuals else out
-
-
-def _rows(values: Any, dtype: str, n: int) -> Array:
-    """Values in the dtype in which the program joins them, for all columns.
-
-    The kernel casts them to float32 itself: XLA would leave out a cast to 16 bits that
-    is followed by one to float32.
-    """
-    return jnp.broadcast_to(values.astype(dtype), (values.shape[0], n))
 
 
 backward = xla.backward

@@ -32,12 +32,13 @@ class InFloat32:
     dtypes: tuple[tuple[str, str], ...]
 
 
-def in_float32(widen: str, dtype: str) -> InFloat32 | None:
+def in_float32(widen: str, dtype: str, stored: str = "int8") -> InFloat32 | None:
     """Returns how a kernel computes steps that end in a dtype; None if it cannot.
 
     Args:
         widen: The steps, see `rewriter.ops.widening`.
         dtype: The dtype of the rows, bfloat16 or float16.
+        stored: The dtype of the numbers. Casts of floats to integers lose digits.
 
     Example:
         >>> in_float32("bfloat16 *scale", "bfloat16").steps
@@ -47,13 +48,16 @@ def in_float32(widen: str, dtype: str) -> InFloat32 | None:
         >>> in_float32("float32 -8.0 *scale bfloat16", "bfloat16").steps
         (('-', 8.0), ('*', 'scale'))
         >>> in_float32("bfloat16 /scale", "bfloat16")
+        >>> in_float32("int32 float32 bfloat16", "bfloat16", "float8_e5m2")
     """
     if dtype not in SIXTEEN:
         return None
     held, steps, dtypes = "", [], {}
     for step in widen.split():
         sign, what = step[0], step[1:]
-        if sign == "/" or not (sign in "*-+" or _holds(step, held, bool(steps))):
+        if sign == "/" or not (
+            sign in "*-+" or _holds(step, held, bool(steps), stored)
+        ):
             return None
         if sign not in "*-+":
             if step in SIXTEEN and steps:
@@ -77,11 +81,15 @@ def in_float32(widen: str, dtype: str) -> InFloat32 | None:
     return InFloat32(tuple(_once(steps)), tuple(sorted(dtypes.items())))
 
 
-def _holds(new: str, held: str, joined: bool) -> bool:
+def _holds(new: str, held: str, joined: bool, stored: str) -> bool:
     """Whether float32 holds what a cast gives, once it is rounded."""
+    if new in SIXTEEN | {"float32"}:
+        return True
+    if joined or "float" in stored:
+        return False
     if new in ("int32", "int16"):
-        return held in ("", "int8") and not joined
-    return new in SIXTEEN | {"float32"} or (new == "int8" and not joined)
+        return held in ("", "int8")
+    return new == "int8" and stored in ("int8", "int4", "uint4")
 
 
 def _small(number: str | float) -> bool:

@@ -46,6 +46,8 @@ def kernel(
     scratch: Mapping[str, Any],
     programs: int,
     warpgroups: int,
+    cluster: int = 1,
+    cluster_name: str = "cluster",
 ) -> Callable[..., Any]:
     """Returns a function of arrays that runs `body` on a GPU.
 
@@ -54,8 +56,10 @@ def kernel(
         name: The name of the kernel in profiles.
         out: Shapes and dtypes of the results.
         scratch: The allocations of each block, by name.
-        programs: Number of blocks.
+        programs: Number of blocks, or of clusters of them.
         warpgroups: Warpgroups of a block.
+        cluster: Blocks of a cluster, which read each other's shared memory.
+        cluster_name: The name of the axis along which a cluster's blocks differ.
     """
 
     def run(*references: Any, **named: Any) -> None:
@@ -68,6 +72,8 @@ def kernel(
         scratch_types=dict(scratch),
         grid=(programs,),
         grid_names=(PROGRAM,),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=(cluster_name,) if cluster > 1 else (),
         num_threads=warpgroups,
         thread_name=WARPGROUP,
         kernel_name=name,
@@ -99,7 +105,7 @@ def columns(dtype: Any, swizzle: int = SWIZZLE) -> int:
 def bits(dtype: Any) -> int:
     """Returns the bits of a number in memory: int4 is packed."""
     dtype = jnp.dtype(dtype)
-    return 4 if dtype.name == "int4" else 8 * dtype.itemsize
+    return 4 if dtype.name in ("int4", "uint4") else 8 * dtype.itemsize
 
 
 def transforms(dtype: Any, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, ...]:

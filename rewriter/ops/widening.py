@@ -86,6 +86,20 @@ def by_steps(
     return applied(numbers, steps, aligned(scale), aligned(zero)).reshape(shape)
 
 
+def all_columns(values: Any, dtype: Any, n: int) -> jax.Array:
+    """Returns [z, n] values in the dtype in which the program joins them.
+
+    A kernel casts them to float32 itself: XLA would leave out a cast to 16 bits that is
+    followed by one to float32.
+
+    Args:
+        values: [z, n] or [z, 1].
+        dtype: The dtype.
+        n: The number of columns.
+    """
+    return jnp.broadcast_to(values.astype(dtype), (values.shape[0], n))
+
+
 def reads(steps: str, name: str) -> bool:
     """Returns whether some step reads an array, by its name.
 

@@ -50,11 +50,13 @@ class Kind:
         stored: The dtype of its numbers.
         group: How many numbers share a scale along the summed axis; 0 for all.
         behind: Whether scales multiply the product.
+        transposed: Whether the matrix is [n, k].
     """
 
     stored: str
     group: int = 0
     behind: bool = False
+    transposed: bool = False
 
 
 KINDS = {
@@ -63,15 +65,18 @@ KINDS = {
     "int8 groups": Kind("int8", 128),
     "fp8": Kind("float8_e4m3fn"),
     "int4 groups": Kind("int4", 128),
+    "int8 transposed": Kind("int8", transposed=True),
+    "int4 transposed": Kind("int4", transposed=True),
 }
 
 
 def inputs(m: int, k: int, n: int, kind: Kind, seed: int) -> list[jax.Array]:
     """Returns rows, numbers and scales."""
     keys = jax.random.split(jax.random.key(seed), 3)
+    size = (n, k) if kind.transposed else (k, n)
     x = jax.random.normal(keys[0], (m, k), jnp.bfloat16)
     draw = jax.jit(
-        lambda key: numbers_of(jax.random.normal(key, (k, n)), jnp.dtype(kind.stored))
+        lambda key: numbers_of(jax.random.normal(key, size), jnp.dtype(kind.stored))
     )
     shape = (k // kind.group if kind.group else 1, n)
     scale = jax.random.uniform(keys[2], shape, jnp.bfloat16, 5e-4, 15e-4)
@@ -91,6 +96,8 @@ def as_written(kind: Kind) -> Callable[..., Any]:
     def program(x: Any, w: Any, scale: Any) -> Any:
         if kind.behind:
             return (x @ w.astype(x.dtype)) * scale[0]
+        if kind.transposed:
+            return x @ (w.astype(x.dtype) * scale[0][:, None]).T
         return x @ widened(w, scale, x.dtype)
 
     return program
@@ -132,9 +139,10 @@ def direct(kernel: Any, config: Any, site: Any) -> Callable[..., Any]:
     )
 
 
-def error(program: Any, args: Sequence[Any]) -> float:
+def error(program: Any, args: Sequence[Any], kind: Kind) -> float:
     """Returns the relative error of a sample of the result's columns."""
     x, w, scale = args
+    w = w.T if kind.transposed else w
     n = np.sort(np.random.default_rng(1).choice(w.shape[1], 64, replace=False))
     with jax.default_matmul_precision("highest"):
         want = x.astype("float32") @ widened(w[:, n], scale[:, n], jnp.float32)
@@ -167,7 +175,7 @@ def measured(
             row["failed"] = program
             continue
         if by != "in 16 bits":
-            row["error"] = float(f"{error(program, sets[0]):.2g}")
+            row["error"] = float(f"{error(program, sets[0], kind):.2g}")
             if not row["error"] < WRONG:
                 row["failed"] = "wrong"
                 continue
@@ -187,7 +195,8 @@ def main() -> None:
     """Measures the cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default=";".join(map(str, ROWS)))
-    parser.add_argument("--sizes", default=";".join(f"{k}x{n}" for k, n in SIZES))
+    sizes = ";".join(f"{k}x{n}" for k, n in SIZES)
+    parser.add_argument("--sizes", default=sizes)
     parser.add_argument("--kinds", default=";".join(KINDS))
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--first", action="store_true", help="default configs alone")

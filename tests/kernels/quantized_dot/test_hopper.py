@@ -66,6 +66,9 @@ SHIFTED = (
 )
 """Steps with addends."""
 
+REFUSED = ("bfloat16 *scale +zero", "float32 *scale bfloat16 -zero")
+"""Those whose rounding the compiler would leave out."""
+
 
 def structs(**given: Any) -> dict[str, Any]:
     made = make(**given)
@@ -187,7 +190,7 @@ def test_simulated_with_addends(mode: str, widen: str) -> None:
     if "zero" not in widen:
         del given["w_zero"]
     params = {"widen": widen, "mode": mode, "sums": "float32"}
-    assert hopper.supports(spec_of(OP, given, params)).ok
+    assert hopper.supports(spec_of(OP, given, params)).ok is (widen not in REFUSED)
     with simulator.simulated_ragged_dot():
         got = KERNEL.forward(**given, **params, config=Tiles(programs=2))
     np.testing.assert_array_equal(np.asarray(got, np.float64), wanted(given, **params))
@@ -271,10 +274,12 @@ def test_addends_are_rounded_as_in_the_program(
     if "zero" not in widen:
         del given["w_zero"]
     params = {"widen": widen, "mode": mode, "sums": "float32"}
+    if not hopper.supports(spec_of(OP, given, params)).ok:
+        lossy = widen.startswith("int32") and stored.startswith("float8")
+        assert lossy or widen in REFUSED
+        return
     got = jax.jit(functools.partial(KERNEL.forward, **params))(**given)
-    close(
-        got, wanted(given, **params), 2e-3
-    )  # a multiplication may be fused with a sum
+    close(got, wanted(given, **params), 2e-3)  # XLA may fuse a product with a sum
 
 
 @pytest.mark.gpu

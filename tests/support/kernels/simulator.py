@@ -40,6 +40,8 @@ from rewriter.kernels.attention.hopper import (
 from rewriter.kernels.attention.hopper_decode import decode, kernel, merge, work_split
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
 from rewriter.kernels.norms import hopper_team as norms_team
+from rewriter.kernels.quantized_dot.few_rows import instructions
+from rewriter.kernels.quantized_dot.few_rows import kernel as few_rows
 from rewriter.kernels.ragged.dot.hopper import (
     by_groups,
     by_rows,
@@ -68,6 +70,8 @@ class _Here(threading.local):
     warpgroup = 0
     program = 0
     programs = 1
+    part = 0
+    """The block's index in its cluster."""
     block: _Block
 
     def __init__(self) -> None:
@@ -373,19 +377,19 @@ def _scoped(body: Callable[..., Any], *kinds: Any) -> Any:
 # ------------------------------------------------------------------- kernels
 def _kernel(
     body: Callable[..., None], name: str, out: Any, scratch: Any, programs: int,
-    warpgroups: int,
+    warpgroups: int, cluster: int = 1, cluster_name: str = "",
 ) -> Callable[..., Any]:  # fmt: skip
     def call(*given: Any) -> list[np.ndarray]:
         results = [_poison(x.shape, x.dtype) for x in out]
         references = [Reference(np.asarray(x)) for x in (*given, *results)]
-        for program in range(programs):
+        for program, part in np.ndindex(programs, cluster):
             memory = {name: _allocated(kind) for name, kind in scratch.items()}
             run = functools.partial(body, *references, **memory)
             block = _Block(warpgroups)
             threads = [
                 threading.Thread(
                     target=_warpgroup,
-                    args=(block, (program, programs), w, run),
+                    args=(block, (program, programs, part), w, run),
                 )
                 for w in range(warpgroups)
             ]
@@ -397,15 +401,16 @@ def _kernel(
                 raise block.failure
         return results
 
-    del name
+    del name, cluster_name
     return call
 
 
 def _warpgroup(
-    block: _Block, program: tuple[int, int], warpgroup: int, run: Callable[[], None]
-) -> None:
+    block: _Block, program: tuple[int, int, int], warpgroup: int,
+    run: Callable[[], None],
+) -> None:  # fmt: skip
     HERE.block, HERE.warpgroup = block, warpgroup
-    HERE.program, HERE.programs = program
+    HERE.program, HERE.programs, HERE.part = program
     try:
         with np.errstate(all="ignore"):
             run()
@@ -426,6 +431,8 @@ def _poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _allocated(kind: Any) -> Any:
+    if isinstance(kind, list):
+        return [_allocated(part) for part in kind]
     if isinstance(kind, dict):
         return {name: _allocated(part) for name, part in kind.items()}
     if isinstance(kind, plgpu.Barrier):
@@ -468,6 +475,8 @@ def _while(
 
 
 def _axis_index(name: str) -> int:
+    if name == few_rows.PART:
+        return HERE.part
     return HERE.warpgroup if name == pallas.WARPGROUP else HERE.program
 
 
@@ -651,6 +660,72 @@ def simulated_ragged_dot() -> Iterator[None]:
         patch.setattr(pallas_gpu, "add_product_of_rows", _add_product_of_rows)
         patch.setattr(pallas_gpu, "row", _row)
         patch.setattr(pallas_gpu, "widened", _widened)
+        yield
+
+
+def _multiply_stored(
+    sums: list[np.ndarray], right: Reference, left: Sequence[Reference],
+    joined: Sequence[Reference], groups: Sequence[int], use: Any,
+) -> list[np.ndarray]:  # fmt: skip
+    """Sums of 64 columns each, of the transposed product."""
+    tiles = right.view()
+    tiles = tiles.transpose(0, 2, 1) if use.transposed else tiles
+    numbers = np.concatenate(list(tiles), 1).astype(np.float32)
+    places = [
+        np.minimum(np.arange(len(numbers)) // group, x.shape[0] - 1)
+        for x, group in zip(joined, groups, strict=True)
+    ]
+    values = [
+        x.view().astype(np.float32)[at] for x, at in zip(joined, places, strict=True)
+    ]
+    wide = _after_steps(numbers, use.steps.steps, values).astype(use.steps.dtype)
+    rows = np.concatenate([x.view() for x in left], 1).astype(np.float32)
+    product = (rows @ wide.astype(np.float32)).T
+    return [
+        x + y for x, y in zip(sums, product.reshape(len(sums), 64, -1), strict=True)
+    ]
+
+
+def _after_steps(x: np.ndarray, steps: Any, values: Sequence[np.ndarray]) -> np.ndarray:
+    for sign, what in steps:
+        if sign == "round":
+            x = x.astype(what).astype(np.float32)
+            continue
+        other = np.float32(values[what] if isinstance(what, int) else what)
+        x = {"*": np.multiply, "-": np.subtract, "+": np.add}[sign](x, other)
+    return x
+
+
+@contextmanager
+def simulated_few_rows() -> Iterator[None]:
+    """Within, that of quantized dots of few rows does; clusters block by block."""
+    before: dict[int, np.ndarray] = {}
+
+    def add_up(
+        partial: Reference, out: Reference, behind: Sequence[Reference], config: Any,
+        steps: Any,
+    ) -> None:  # fmt: skip
+        if HERE.warpgroup:
+            return
+        total = before.get(HERE.program, 0) + partial.view().sum(0)
+        before[HERE.program] = total
+        if HERE.part == config.splits - 1:
+            values = [x.view()[None] for x in behind]
+            done = _after_steps(before.pop(HERE.program), steps, values)
+            out[...] = done[: out.shape[0]].astype(out.dtype)
+
+    def store_sums(sums: list[np.ndarray], partial: Reference, use: Any) -> None:
+        del use
+        partial[...] = np.concatenate(sums).T
+
+    with _replaced((few_rows,), pallas_gpu) as patch:
+        zeros = lambda shape: np.zeros(shape, np.float32)
+        patch.setattr(pallas_gpu, "zeros", zeros)
+        every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
+        patch.setattr(instructions, "meet", every)
+        patch.setattr(instructions, "multiply", _multiply_stored)
+        patch.setattr(instructions, "store_sums", store_sums)
+        patch.setattr(instructions, "add_up", add_up)
         yield
 
 

@@ -1,0 +1,169 @@
+"""Quantized dots of few rows on Hopper: numbers are widened in registers.
+
+Such a product takes the time of reading its matrix. So each number is read once, and
+few instructions are spent on it.
+
+Pallas takes half a second to import, so the kernel itself is imported where it is
+first traced.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.quantized_dot import xla
+from rewriter.kernels.quantized_dot.estimate import estimate
+from rewriter.kernels.quantized_dot.few_rows.config import (
+    CHUNK,
+    MOST,
+    Tiles,
+    configs,
+    default,
+    fits,
+    sizes,
+    transposed,
+)
+from rewriter.kernels.quantized_dot.rounding import ROUND, SIXTEEN, in_float32
+from rewriter.kernels.quantized_dot.use import Use
+from rewriter.kernels.shared.hopper import by_estimate, importable
+from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
+from rewriter.ops.stored import EIGHT_BITS, usual_steps
+from rewriter.ops.widening import all_columns
+from rewriter.support.verdict import Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.ops.kernel import Spec
+
+NAME = "quantized_dot_of_few_rows"
+"""The name of the kernel in profiles."""
+
+WIDE = 128
+"""The fewest columns of a block."""
+
+TAKEN = (*EIGHT_BITS, "uint8", "int4", "uint4")
+"""Dtypes of the matrix's numbers."""
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernel supports a use: few 16-bit rows, whole tiles."""
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known, but some are symbolic")
+    found, (m, k, n) = [importable("jax.experimental.pallas.mosaic_gpu")], sizes(spec)
+    stored, dtype = spec.dtype("w"), spec.dtype("x")
+    if dtype not in SIXTEEN:
+        found.append(no("dtype", f"x is {dtype}, not bfloat16 or float16"))
+    if stored not in TAKEN:
+        found.append(no("dtype", f"w is {stored}, not {', '.join(TAKEN)}"))
+    if not 0 < m <= MOST:
+        found.append(no("rows", f"{m} rows, not 1 to {MOST}"))
+    deep = 128 if transposed(spec) and "int4" in stored else CHUNK
+    if k % deep or not k:
+        found.append(no("alignment", f"k is {k}, not a multiple of {deep}"))
+    if n % WIDE or not n:
+        found.append(no("alignment", f"n is {n}, not a multiple of {WIDE}"))
+    if in_float32(_steps(spec), dtype, stored) is None:
+        text = f"it does not compute the steps {spec.param('widen')!r}"
+        found.append(no("widen", text))
+    for name in ("w_scale", "w_zero"):
+        group = k // spec.shape(name)[0] if spec.has(name) else CHUNK
+        if (group % CHUNK and CHUNK % group) or group < 8:
+            text = f"groups of {group} numbers, not 8, 16, 32 or a multiple of {CHUNK}"
+            found.append(no("groups", text))
+    return all_of(*found)
+
+
+def _steps(spec: Spec) -> str:
+    """The steps of a use."""
+    widen = spec.param("widen")
+    if widen is not None:
+        return widen
+    return usual_steps(spec.has("w_scale"), spec.has("w_zero"), spec.dtype("x"))
+
+
+def forward(*, residuals: bool = False, config: Tiles, **given: Any) -> Any:
+    """Returns the result, as `computed` does, for supported uses.
+
+    Products of 16-bit numbers are exact in the float32 that they are summed in, so
+    that `precision` changes nothing.
+
+    Args:
+        residuals: Whether to return ``(result, ())``.
+        config: The tiles.
+        **given: The fields of `Use`.
+    """
+    from rewriter.kernels.quantized_dot.few_rows import kernel
+    from rewriter.kernels.quantized_dot.few_rows.registers import Steps
+
+    use = Use(**given)
+    x, n = use.x, use.columns
+    rows, k = math.prod(x.shape[:-1]), x.shape[-1]
+    how = in_float32(use.steps, x.dtype.name, use.w.dtype.name)
+    assert how is not None
+    arrays = {"scale": use.w_scale, "zero": use.w_zero}
+    names = [name for name, _ in how.dtypes]
+    joined = [all_columns(arrays[name], dtype, n) for name, dtype in how.dtypes]
+    steps = tuple((s, names.index(x) if x in names else x) for s, x in how.steps)
+    dtype = jnp.dtype(use.sums or x.dtype)
+    after = _after(use.behind, dtype.name) if dtype in (jnp.float32, x.dtype) else None
+    finished, out_dtype, scale_dtype = after or ((), "float32", None)
+    rows_behind = []
+    if scale_dtype is not None:
+        assert use.w_scale is not None
+        row = use.w_scale[0].astype(scale_dtype).astype("float32")
+        rows_behind.append(jnp.broadcast_to(row, (n,)))
+    dtypes = tuple(dtype for _, dtype in how.dtypes)
+    plan = kernel.Use(
+        Steps(steps, dtypes, x.dtype.name), finished, use.w.dtype.name, out_dtype,
+        config, use.transposed,
+    )  # fmt: skip
+    out = kernel.rows_times_matrix(
+        NAME, x.reshape(rows, k), use.w, joined, rows_behind, plan
+    )
+    if after is None:
+        out = use.finished(out.astype(dtype))
+    out = out.reshape(*x.shape[:-1], n)
+    return (out, ()) if residuals else out
+
+
+def _after(
+    behind: str, dtype: str
+) -> tuple[tuple[tuple[str, Any], ...], str, str | None] | None:
+    """What follows the sums in float32: steps, the result's dtype, and the scale's.
+
+    None if the kernel does not compute it. The scale's dtype is the one in which it is
+    joined, None if it is not.
+
+    Example:
+        >>> _after("*scale", "float32")
+        ((('*', 0),), 'float32', 'float32')
+        >>> _after("float32 *scale bfloat16", "bfloat16")
+        ((('round', 'bfloat16'), ('*', 0)), 'bfloat16', 'float32')
+    """
+    steps: list[tuple[str, Any]] = []
+    held, given = dtype, None
+    for step in behind.split():
+        sign, what = step[0], step[1:]
+        if sign not in "*-+":
+            if step not in SIXTEEN | {"float32"}:
+                return None
+            steps.append((ROUND, held))
+            held = step
+            continue
+        if what == "zero" or (what == "scale" and given not in (None, held)):
+            return None
+        if what == "scale":
+            given = held
+        steps += [(ROUND, held), (sign, 0 if what == "scale" else float(what))]
+    return tuple(x for x in steps if x != (ROUND, "float32")), held, given
+
+
+KERNEL = HOPPER.kernel(
+    "quantized_dot", forward, xla.backward, supports,
+    Speed(by_estimate, estimate=estimate), Space(Tiles, default, configs, fits),
+    xla.KERNEL.backward_space, name="hopper_few_rows",
+)  # fmt: skip

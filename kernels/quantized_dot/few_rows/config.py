@@ -1,0 +1,199 @@
+"""Tiles of the kernel of few rows: what fits, and which are worth measuring."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rewriter.kernels.shared.hopper import SHARED_MEMORY, processors
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
+
+MOST = 64
+"""The most rows: from there on, widening once for 128 rows is faster."""
+
+CHUNK = 64
+"""What tensor cores take of the summed axis at once: rows of 128 bytes."""
+
+CLUSTER = 8
+"""The most blocks that can read each other's shared memory on every Hopper GPU."""
+
+BARRIERS = 1 << 10
+"""Bytes for barriers."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The config.
+
+    Attributes:
+        block_n: Columns of a block, 128 or 256.
+        depth: Rows of the matrix of a step.
+        stages: Steps that shared memory holds, a multiple of `turns`.
+        turns: Warpgroups that take steps in turns.
+        across: Warpgroups that share a step, each with columns of its own.
+        splits: Blocks that share columns, each with a part of the summed axis.
+    """
+
+    block_n: int = 128
+    depth: int = 128
+    stages: int = 4
+    turns: int = 2
+    across: int = 1
+    splits: int = 1
+
+    @property
+    def computing(self) -> int:
+        """Warpgroups that compute; one more copies."""
+        return self.turns * self.across
+
+    @property
+    def columns(self) -> int:
+        """Columns of a warpgroup."""
+        return self.block_n // self.across
+
+    @property
+    def chunks(self) -> int:
+        """The parts of a step that tensor cores take at once."""
+        return self.depth // CHUNK
+
+    def width(self, stored: str, transposed: bool = False) -> int:
+        """Columns of a tile of the matrix: a row of 128 bytes, or of 64.
+
+        A transposed matrix is copied whole columns at a time.
+        """
+        if transposed:
+            return self.columns
+        return 256 if "int4" in stored and self.columns % 256 == 0 else 128
+
+    def copies(self, width: int, arrays: int) -> int:
+        """The number of copies of a step, if `arrays` are joined to the matrix."""
+        return self.block_n // width + self.chunks + arrays
+
+    def shared_memory(self, spec: Spec) -> int:
+        """Bytes of shared memory of a use."""
+        rows = padded(math.prod(spec.shape("x")[:-1]))
+        step = self.depth * (self.block_n * bits_of(spec) // 8 + 2 * rows)
+        for name in ("w_scale", "w_zero"):
+            if spec.has(name):
+                group = spec.shape("x")[-1] // spec.shape(name)[0]
+                step += 4 * max(1, self.depth // group) * self.block_n
+        sums = 4 * self.turns * rows * self.block_n
+        return self.stages * step + sums + BARRIERS
+
+
+def bits_of(spec: Spec) -> int:
+    """Returns the bits of a number of the matrix."""
+    return 4 if "int4" in spec.dtype("w") else 8
+
+
+def padded(rows: int) -> int:
+    """Returns the rows that tensor cores compute."""
+    return -(-rows // 8) * 8
+
+
+def sizes(spec: Spec) -> tuple[int, int, int]:
+    """Returns the rows, the summed axis and the columns."""
+    *rows, k = spec.shape("x")
+    return math.prod(rows), k, spec.shape("w")[0 if transposed(spec) else 1]
+
+
+def transposed(spec: Spec) -> bool:
+    """Returns whether the matrix is [n, k]."""
+    return spec.param("mode") == "transposed"
+
+
+def default(spec: Spec, device: Device) -> Tiles:
+    """Returns the default config: most processors have a block, and no more.
+
+    Two warpgroups that share 256 columns read the rows half as often as blocks of 128.
+    On an H100, blocks of 128 and of 256 took (rows, summed, columns; µs)::
+
+        64  4096 14336    25  26
+        64  8192 28672    96  83
+    """
+    m, k, n = sizes(spec)
+    count = int(processors(device) * BUSY)
+    four = "int4" in spec.dtype("w")
+    few = four and padded(m) <= 32
+    depth = 128 if k % 128 == 0 and _whole_groups(spec, 128) else 64
+    base = Tiles(depth=depth, stages=8 if few else 4)
+    if n % 256 == 0 and (few or n // 128 > count):
+        base = replace(base, block_n=256)
+        if padded(m) > 32:
+            base = replace(base, turns=1, across=2)
+    blocks = max(1, n // base.block_n)
+    steps = k // depth // base.stages
+    splits = max(s for s in SPLITS if s == 1 or s <= min(count // blocks, steps))
+    return _with_stages(replace(base, splits=splits), spec)
+
+
+BUSY = 0.85
+"""The share of processors for which blocks are made."""
+
+SPLITS = (1, 2, 3, 6)
+"""Sizes of clusters that fill most of an H100: processors of a cluster lie together. 96
+blocks in clusters of three took 24 µs, 128 in clusters of four 37, 112 of seven 49."""
+
+
+def _with_stages(config: Tiles, spec: Spec) -> Tiles:
+    """The config with as many of its stages as fit."""
+    for stages in range(config.stages, 0, -1):
+        made = replace(config, stages=stages)
+        fit = made.shared_memory(spec) <= SHARED_MEMORY
+        if stages % config.turns == 0 and fit:
+            return made
+    return replace(config, stages=config.turns)
+
+
+def _whole_groups(spec: Spec, depth: int) -> bool:
+    """Whether a step has whole groups, or is within one."""
+    k = spec.shape("x")[-1]
+    arrays = [spec.shape(n)[0] for n in ("w_scale", "w_zero") if spec.has(n)]
+    groups = [k // z for z in arrays]
+    return all(depth % g == 0 or g % depth == 0 for g in groups)
+
+
+def configs(spec: Spec, device: Device) -> list[Tiles]:
+    """Returns configs worth measuring, most promising first."""
+    own = default(spec, device)
+    found = [own]
+    for change in (
+        {"turns": 3, "stages": 6}, {"turns": 4, "stages": 8},
+        {"block_n": 256, "turns": 1, "across": 2},
+        {"block_n": 128, "turns": 2, "across": 1},
+        {"depth": 64, "stages": 2 * own.stages},
+        {"splits": max(1, own.splits // 2)}, {"splits": 2 * own.splits},
+    ):  # fmt: skip
+        found.append(_with_stages(replace(own, **change), spec))
+    return list(dict.fromkeys(found))
+
+
+def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config can run: shared memory, registers, sizes of steps."""
+    del device
+    m, k, n = sizes(spec)
+    found = [YES]
+    if config.block_n not in (128, 256) or config.columns % 128 or n % config.block_n:
+        text = f"{config.across} times a multiple of 128, and divide {n}"
+        found.append(no("block_n", f"{config.block_n} is not 128 or 256, {text}"))
+    whole = config.depth % CHUNK == 0 == k % config.depth
+    whole &= not transposed(spec) or config.depth * bits_of(spec) in (512, 1024)
+    if not (whole and _whole_groups(spec, config.depth)):
+        found.append(no("depth", f"{config.depth} rows a step do not divide {k}"))
+    if config.stages % config.turns:
+        text = f"{config.stages} stages for {config.turns} warpgroups in turns"
+        found.append(no("stages", text))
+    if config.splits > min(CLUSTER, k // config.depth):
+        found.append(no("splits", f"{config.splits} blocks for {k} summed numbers"))
+    if (size := config.shared_memory(spec)) > SHARED_MEMORY:
+        text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
+        found.append(no("shared_memory", text))
+    most = {1: 64, 2: 64, 3: 32}.get(config.computing, 16)
+    if (sums := padded(m) * config.columns // 128) > most:
+        found.append(no("registers", f"{sums} for sums, of at most {most}"))
+    return all_of(*found)

@@ -1,0 +1,254 @@
+"""Few rows times a stored matrix, which is widened in registers.
+
+A block of threads computes some columns of the result. Its last warpgroup copies parts
+of the rows and of the matrix as shared memory becomes free. The others take these parts
+in turns, or share their columns. Each widens numbers of the matrix in registers, from
+where tensor cores multiply them, and adds up its own sums. So stored numbers are read
+once from global and once from shared memory, and widened ones never leave registers.
+
+Several blocks may share columns, each with a part of the summed axis. They are a
+cluster: in the end each adds up some of the sums of all of them, in a fixed order.
+
+Tensor cores compute the transposed result: the matrix's columns are their rows, of
+which they take 64 at once, and the few rows their columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.quantized_dot.few_rows import instructions
+from rewriter.kernels.quantized_dot.few_rows.config import CHUNK, Tiles, padded
+from rewriter.kernels.quantized_dot.few_rows.registers import Steps
+from rewriter.kernels.shared import pallas_gpu
+
+if TYPE_CHECKING:
+    from jax import Array
+
+PART = "part"
+"""The axis along which blocks share the summed axis."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of the kernel.
+
+    Attributes:
+        steps: How numbers are widened.
+        behind: What is joined to the sums, and their roundings. Arrays are indices of
+            the rows that are given for it.
+        stored: The dtype of the numbers.
+        dtype: The result's dtype.
+        config: The tiles.
+        transposed: Whether the matrix is [n, k].
+    """
+
+    steps: Steps
+    behind: tuple[tuple[str, Any], ...]
+    stored: str
+    dtype: str
+    config: Tiles
+    transposed: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile of the matrix."""
+        return self.config.width(self.stored, self.transposed)
+
+
+def rows_times_matrix(
+    name: str,
+    lhs: Array,
+    matrix: Array,
+    joined: Sequence[Array],
+    behind: Sequence[Array],
+    use: Use,
+) -> Array:
+    """Returns rows times a stored matrix.
+
+    Args:
+        name: The name of the kernel in profiles.
+        lhs: [m, k], bfloat16 or float16, m at most 64.
+        matrix: [k, n], as `Use.stored`; [n, k] if transposed.
+        joined: Arrays [z, n] of `Use.steps`, a row for each z-th part of k.
+        behind: Arrays float32 [n] of `Use.behind`.
+        use: How.
+
+    Returns:
+        [m, n], of `Use.dtype`.
+    """
+    (m, k), config, wide = lhs.shape, use.config, use.width
+    n = matrix.shape[0 if use.transposed else 1]
+    rows, parts = padded(m), config.chunks
+    tile = (wide, config.depth) if use.transposed else (config.depth, wide)
+    copies = config.copies(wide, len(joined))
+    depths = [_rows(config.depth, k // x.shape[0]) for x in joined]
+    scratch = {
+        "left": pallas_gpu.tiles_and_rows(
+            (config.stages * parts, rows, CHUNK),
+            (config.stages * parts, rows, CHUNK),
+            lhs.dtype,
+        ),
+        "right": pallas_gpu.tiles(
+            (config.stages, config.block_n // wide, *tile), matrix.dtype
+        ),
+        "joined": [
+            plgpu.SMEM((config.stages, depth, config.block_n), x.dtype)
+            for x, depth in zip(joined, depths, strict=True)
+        ],
+        "partial": plgpu.SMEM((config.turns, rows, config.block_n), jnp.float32),
+        "ready": pallas_gpu.barriers(config.stages, copies),
+        "free": pallas_gpu.barriers(config.stages, config.across),
+    }
+
+    def body(lhs: Any, matrix: Any, *references: Any, **shared: Any) -> None:
+        *arrays, out = references
+        given = arrays[: len(joined)], arrays[len(joined) :]
+        _Block(use, lhs, matrix, *given, out, shared).run()
+
+    return pallas_gpu.kernel(
+        body, name, [jax.ShapeDtypeStruct((m, n), use.dtype)], scratch,
+        n // config.block_n, config.computing + 1, config.splits, PART,
+    )(lhs, matrix, *joined, *behind)[0]  # fmt: skip
+
+
+def _rows(depth: int, group: int) -> int:
+    """The rows of an array of groups that a step reads."""
+    return max(1, depth // group)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The work of one block of threads."""
+
+    use: Use
+    lhs: Any
+    matrix: Any
+    joined: Sequence[Any]
+    behind: Sequence[Any]
+    out: Any
+    shared: dict[str, Any]
+
+    def run(self) -> None:
+        """Runs this warpgroup's part."""
+        warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
+        computes = warpgroup < self.use.config.computing
+
+        @pallas_gpu.when(computes)
+        def _() -> None:
+            self.compute(warpgroup)
+
+        @pallas_gpu.when(jnp.logical_not(computes))
+        def _() -> None:
+            self.copy()
+
+        instructions.meet()
+        across = pl.ds(self.column, self.use.config.block_n)
+        instructions.add_up(
+            self.shared["partial"], self.out.at[:, across],
+            [x.at[across] for x in self.behind], self.use.config, self.use.behind,
+        )  # fmt: skip
+        if self.use.config.splits > 1:
+            instructions.meet()  # no block ends while another one reads its sums
+
+    @property
+    def column(self) -> Any:
+        """The block's first column."""
+        wide = self.use.config.block_n
+        return pl.multiple_of(lax.axis_index(pallas_gpu.PROGRAM) * wide, wide)
+
+    @property
+    def steps(self) -> tuple[Any, Any]:
+        """The first of this block's steps, and the one behind the last."""
+        count, parts = (
+            self.lhs.shape[1] // self.use.config.depth,
+            self.use.config.splits,
+        )
+        if parts == 1:
+            return jnp.int32(0), jnp.int32(count)
+        part = lax.axis_index(PART)
+        first, end = (lax.div(p * count, jnp.int32(parts)) for p in (part, part + 1))
+        return first, end
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.use.config.stages))
+
+    # ------------------------------------------------------------------ copying
+    def copy(self) -> None:
+        """Fills shared memory as it becomes free."""
+        config, x = self.use.config, self.shared
+        _, left = x["left"]
+        wide = self.use.width
+        first, end = self.steps
+
+        def one(i: Any, _: Any) -> None:
+            slot = self.slot(i)
+            ready = x["ready"].at[slot]
+            plgpu.barrier_wait(x["free"].at[slot])
+            row = pl.multiple_of((first + i) * config.depth, config.depth)
+            for tile in range(config.block_n // wide):
+                across = pl.ds(pl.multiple_of(self.column + tile * wide, wide), wide)
+                down = pl.ds(row, config.depth)
+                place = (across, down) if self.use.transposed else (down, across)
+                plgpu.copy_gmem_to_smem(
+                    self.matrix.at[*place], x["right"].at[slot, tile], ready
+                )
+            for part in range(config.chunks):
+                along = pl.ds(pl.multiple_of(row + part * CHUNK, CHUNK), CHUNK)
+                rows = x["left"][0].shape[1]
+                plgpu.copy_gmem_to_smem(
+                    self.lhs.at[pl.ds(0, rows), along],
+                    left.at[slot * config.chunks + part], ready,
+                )  # fmt: skip
+            for values, place in zip(self.joined, x["joined"], strict=True):
+                group = self.lhs.shape[1] // values.shape[0]
+                across = pl.ds(self.column, config.block_n)
+                count = place.shape[1]
+                groups = pl.ds(lax.div(row, jnp.int32(group)), count)
+                plgpu.copy_gmem_to_smem(
+                    values.at[groups, across], place.at[slot], ready
+                )
+
+        lax.fori_loop(0, end - first, one, None)
+
+    # ---------------------------------------------------------------- computing
+    def compute(self, warpgroup: Any) -> None:
+        """Adds up every so manieth step of this block, for this warpgroup's columns."""
+        config, x = self.use.config, self.shared
+        left, _ = x["left"]
+        turn = lax.div(warpgroup, jnp.int32(config.across))
+        part = lax.rem(warpgroup, jnp.int32(config.across))
+        wide, tiles = config.columns, config.columns // self.use.width
+        columns = pl.ds(pl.multiple_of(part * wide, wide), wide)
+        own = pl.ds(part * tiles, tiles)
+        for slot in range(config.stages):
+            mine = turn == slot % config.turns
+            pallas_gpu.when(mine)(lambda s=slot: plgpu.barrier_arrive(x["free"].at[s]))
+        first, end = self.steps
+        groups = [self.lhs.shape[1] // v.shape[0] for v in self.joined]
+
+        def one(i: Any, sums: Any) -> Any:
+            slot = self.slot(turn + i * config.turns)
+            plgpu.barrier_wait(x["ready"].at[slot])
+            parts = [left.at[slot * config.chunks + p] for p in range(config.chunks)]
+            joined = [v.at[slot, pl.ds(0, v.shape[1]), columns] for v in x["joined"]]
+            sums = instructions.multiply(
+                sums, x["right"].at[slot, own], parts, joined, groups, self.use
+            )
+            plgpu.barrier_arrive(x["free"].at[slot])
+            return sums
+
+        zeros = [pallas_gpu.zeros((64, left.shape[1]))] * (wide // 64)
+        count = lax.div(end - first - turn + config.turns - 1, jnp.int32(config.turns))
+        sums = lax.optimization_barrier(lax.fori_loop(0, count, one, zeros))
+        rows = pl.ds(0, left.shape[1])
+        place = x["partial"].at[turn, rows, columns]
+        instructions.store_sums(sums, place, self.use)
