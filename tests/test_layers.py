@@ -12,6 +12,8 @@ import pathlib
 import networkx as nx
 import pytest
 
+from rewriter.kernels.index import OPS
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 FOLDERS = [
@@ -38,10 +40,16 @@ NOT_FOR_PATTERNS = {"run", "rewrite", "site", "choose", "measure", "kernels", "_
 
 
 @functools.cache
+def parsed(path: pathlib.Path) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imported(path: pathlib.Path) -> set[str]:
     """Modules below ``rewriter`` that a file imports, as paths without suffix."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names = [f"{node.module}.{a.name}" for a in node.names]
@@ -119,12 +127,42 @@ def test_patterns(path):
     assert not here & NOT_FOR_PATTERNS
 
 
+FACES = {
+    "rewriter/_jax",
+    "rewriter/algebra/normal_form",
+    "rewriter/algebra/canonicalize",
+}
+"""Folders that are imported from as one: theirs lists the names."""
+
+
 def test_folders_say_what_they_hold():
-    for folder in FOLDERS:
-        if folder != "_jax" and (ROOT / "rewriter" / folder).is_dir():
-            text = (ROOT / "rewriter" / folder / "__init__.py").read_text()
-            (only,) = ast.parse(text).body
-            assert isinstance(only, ast.Expr), f"{folder}: more than a docstring"
+    """A folder's `__init__` is a paragraph. Those of ops declare them."""
+    for path in [*files("rewriter/"), *files("patterns")]:
+        folder = str(path.parent.relative_to(ROOT))
+        if path.name == "__init__.py" and folder != "rewriter":
+            first, *rest = parsed(path).body
+            assert isinstance(first, ast.Expr), folder
+            names = [n for n in rest if not isinstance(n, ast.ImportFrom)]
+            assert not rest or folder in FACES, f"{folder}: more than a docstring"
+            assert all(ast.unparse(n).startswith("__all__") for n in names), folder
+
+
+PRIMITIVES = {"ragged_dot"}
+"""Ops that JAX has a primitive of the same name for, which the engine may know."""
+
+
+def test_engine_names_no_op():
+    """What concerns one op is said by its folder, its pattern, or an index.
+
+    Tools show examples, and some files know old names.
+    """
+    for path in ENGINE:
+        if named(path).split("/")[0] not in ("tools", "__main__", "_moved"):
+            constants = (
+                n for n in ast.walk(parsed(path)) if isinstance(n, ast.Constant)
+            )
+            named_here = {n.value for n in constants} & (OPS.keys() - PRIMITIVES)
+            assert not named_here, path
 
 
 def test_only_one_folder_touches_internals():

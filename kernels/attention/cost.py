@@ -24,11 +24,7 @@ def cost(
     Masks, segments and lengths in arrays are unknown: all keys within the window are
     counted. A prefix is unknown too, and assumed to hold half of the keys.
 
-    Args:
-        shapes: Shapes by operand name.
-        dtypes: Dtype names by operand name.
-        params: The op's parameters.
-        mode: ``forward``, ``vjp`` or ``forward_and_vjp``.
+    Arguments are those of `Op.cost`.
 
     Example:
         >>> shapes = dict.fromkeys("qkv", (1, 4, 2, 8))

@@ -32,6 +32,7 @@ from rewriter.kernels.attention.estimate import (
     share,
     widened,
 )
+from rewriter.kernels.attention.op import OP
 from rewriter.kernels.attention.reference import visible
 from rewriter.ops.device import Device, deterministic_xla
 from rewriter.ops.estimate import seconds
@@ -102,7 +103,7 @@ def deterministic(config: object) -> Verdict:
     return no("deterministic", "its gradients' sums differ from run to run")
 
 
-FEW = 128
+FEWEST = 128
 """The fewest queries and keys."""
 
 
@@ -113,10 +114,10 @@ def modelled(spec: Spec, device: Device | None = None, passes: str = "") -> Verd
         return no("untried", f"not compared with {more} on a GPU: measure it with tune")
     (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
     scores = 4 * b * n * t * s
-    if min(t, s) >= FEW and scores >= SMALL:
+    if min(t, s) >= FEWEST and scores >= SMALL:
         return YES
     text = f"{t} queries, {s} keys and scores of {scores / (1 << 20):.3g} MiB"
-    least = f"below {FEW} of them or {SMALL >> 20} MiB"
+    least = f"below {FEWEST} of them or {SMALL >> 20} MiB"
     return no("small", f"{text} are so little that XLA is as fast: {least}")
 
 
@@ -326,20 +327,21 @@ def _even(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
 
 
-def forward(
-    *,
-    scale: float = 1.0,
-    window: tuple[int | None, int | None] = (None, None),
-    shift: int = 0,
-    softcap: float | None = None,
-    empty_rows: str = "nan",
-    out_dtype: str | None = None,
-    residuals: bool = False,
-    **operands: jax.Array,
-) -> Any:
+def _split(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """The operands, and the parameters that change a supported use."""
+    params = {n: given.get(n, OP.defaults[n]) for n in PARAMS}
+    return {n: x for n, x in given.items() if n in OP.names}, params
+
+
+PARAMS = ("scale", "window", "empty_rows")
+"""The parameters that it reads: in supported uses others change nothing."""
+
+
+def forward(*, residuals: bool = False, **given: Any) -> Any:
     """Returns the result [b, t, n, e], and on request cuDNN's residuals."""
-    del shift, softcap, out_dtype
-    params = {"scale": scale, "window": window, "empty_rows": empty_rows}
+    operands, params = _split(given)
     if not residuals:
         return _attention(operands, **params)
     out, back = _vjp(operands, **params)
@@ -351,24 +353,19 @@ def backward(
     out: None,
     residuals: tuple[jax.Array, ...],
     cotangent: jax.Array,
-    scale: float = 1.0,
-    window: tuple[int | None, int | None] = (None, None),
-    shift: int = 0,
-    softcap: float | None = None,
-    empty_rows: str = "nan",
-    out_dtype: str | None = None,
-    **operands: jax.Array,
+    **given: Any,
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of q, k, v and of a bias."""
-    del out, shift, softcap, out_dtype
-    params = {"scale": scale, "window": window, "empty_rows": empty_rows}
+    del out
+    operands, params = _split(given)
+    empty_rows = params["empty_rows"]
     made = jax.eval_shape(lambda x: _vjp(x, **params)[1], operands)
     back = jax.tree.unflatten(jax.tree.structure(made), residuals)
     grads = back(cotangent)[0]
     if empty_rows not in PASSES | NAN or operands.keys() <= PLAIN:
         return grads
     (b, t, n, _), heads = operands["q"].shape, operands["k"].shape[2]
-    empty = ~_seen(_keep(operands, window))[..., 0].swapaxes(1, 2)
+    empty = ~_seen(_keep(operands, params["window"]))[..., 0].swapaxes(1, 2)
     empty = jnp.broadcast_to(empty, (b, n, t))
     if empty_rows in NAN:
         bad = empty.reshape(b, heads, -1).any(-1)[:, None, :, None]

@@ -53,7 +53,7 @@ BOTH = 2.8
 DENSE, FUSED, FUSED_BOTH = 0.6, 0.75, 0.62
 """Shares of the peak: XLA's products, cuDNN's forward, cuDNN's with gradients."""
 
-FEW = 64
+FEW_ROWS = 64
 """Up to this many rows of a key head (all queries of its group), reading keys takes the
 time. XLA reads them at `READ` of the bandwidth, or at `READ_ONCE` for one row, without
 tensor cores. The loop over blocks reads at `LOOPED`, our decode kernel at `STREAMED`
@@ -98,7 +98,7 @@ def of_xla(spec: Spec, device: Device, passes: str) -> float:
         compute=DENSE, item=size, launches=4 * longer,
         temporary=2.0 * size * work.scores,
     )  # fmt: skip
-    if passes != "forward" or device.platform != "cuda" or work.rows > FEW:
+    if passes != "forward" or device.platform != "cuda" or work.rows > FEW_ROWS:
         return xla
     read = READ if work.rows > 1 else READ_ONCE
     streamed = seconds(device, 0.0, work.moved, memory=read)
@@ -108,7 +108,7 @@ def of_xla(spec: Spec, device: Device, passes: str) -> float:
 def of_blocks(spec: Spec, device: Device, passes: str) -> float:
     """Returns seconds of the loop over blocks."""
     work, loop = _Work.of(spec), looped(spec, device, passes)
-    if passes != "forward" or device.platform != "cuda" or work.rows > FEW:
+    if passes != "forward" or device.platform != "cuda" or work.rows > FEW_ROWS:
         return loop
     return max(loop, seconds(device, 0.0, work.moved, memory=LOOPED))
 

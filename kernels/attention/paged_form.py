@@ -5,7 +5,6 @@ Pages are gathered, and what is gathered is attended to.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.pages import AXES, PARAMS, gathered, keys_and_values
+from rewriter.ops.form import Form, special_form
 from rewriter.ops.op import OUT, Op, Operand, Sharding
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from jax import Array
 
-    from rewriter.ops.cost import Cost, Dtypes, Shapes
+    from rewriter.ops.cost import Dtypes, Shapes
+    from rewriter.ops.op import Sample
 
 POOLS = {"k_pages": "k", "v_pages": "v"}
 """The operand of attention that each pool holds."""
@@ -34,21 +35,16 @@ def paged_form(op: Op, name: str, about: str) -> Op:
         name: The form's name, in reports and measurements.
         about: What it computes, in one line.
     """
-    return dataclasses.replace(
-        op,
-        name=name,
-        form_of=op.name,
-        about=about,
+    form = Form(
         operands=_operands(op),
-        defaults={**op.defaults, **PARAMS},
-        reference=functools.partial(attended, op.reference),
-        flat=False,
-        usual=None,
-        cost=functools.partial(_cost, op),
+        compute=attended,
+        sizes=functools.partial(_sizes, op.names),
         sharding=functools.partial(_sharding, op),
-        sample=functools.partial(_sample, op),
-        distributions=functools.partial(_distributions, op),
+        sample=_sample,
+        distributions=functools.partial(_distributions, op.sample),
+        defaults={**op.defaults, **PARAMS},
     )
+    return special_form(op, name, about, form)
 
 
 def attended(
@@ -111,32 +107,25 @@ def _sharding(op: Op, params: Mapping[str, Any]) -> Sharding:
     return Sharding(frozenset("bn"), follows={"k": "n"}, dims=axes | {OUT: op.out})
 
 
-def _cost(
-    op: Op,
-    shapes: Shapes,
-    dtypes: Dtypes,
-    params: Mapping[str, Any],
-    mode: str = "forward",
-) -> Cost:
-    """Attention's operations and bytes, gathered keys and values read once each.
+def _sizes(
+    names: tuple[str, ...], shapes: Shapes, dtypes: Dtypes, params: Mapping[str, Any]
+) -> tuple[Shapes, Dtypes]:
+    """Those of gathered keys and values, which are read once each.
 
     Lengths are not known, so that all pages of the table count.
     """
-    assert op.cost is not None
     sizes = {POOLS.get(n, n): s for n, s in shapes.items()}
     sizes |= keys_and_values(shapes, params)
     types = {POOLS.get(n, n): d for n, d in dtypes.items()}
-    names = [n for n in op.names if n in sizes]
-    own = ({n: given[n] for n in names} for given in (sizes, types))
-    return op.cost(*own, params, mode)
+    own = [n for n in names if n in sizes]
+    return {n: sizes[n] for n in own}, {n: types[n] for n in own}
 
 
 # ---------------------------------------------------------------------- samples
 def _sample(
-    op: Op, key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
+    draw: Sample, key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
 ) -> dict[str, Array]:
     """Realistic operands: sequences of 1 to s keys, on pages in no order."""
-    assert op.sample is not None
     axes = AXES[params.get("heads_axis", 2)]
     pool = dict(zip(axes, operands["k_pages"].shape, strict=True))
     b, p = operands["q"].shape[0], operands["table"].shape[1]
@@ -146,7 +135,7 @@ def _sample(
     others["k"] = keys
     del others["table"]
     key, *keys_of = jax.random.split(key, 4)
-    made = op.sample(key, others, params)
+    made = draw(key, others, params)
     del made["k"]
     for name, sub in zip(("k_pages", "v_pages"), keys_of[:2], strict=True):
         x = operands[name]
@@ -156,9 +145,9 @@ def _sample(
     return {**made, "table": pages.astype(x.dtype)}
 
 
-def _distributions(op: Op, operands: Mapping[str, Any]) -> dict[str, Any]:
+def _distributions(draw: Sample, operands: Mapping[str, Any]) -> dict[str, Any]:
     """The ways to draw operands, by name, as for attention."""
-    sample = functools.partial(_sample, op)
+    sample = functools.partial(_sample, draw)
     if "kv_lengths" not in operands:
         return {"": sample}
     return {"lengths 1 to s": sample, "lengths s": functools.partial(_full, sample)}

@@ -8,12 +8,12 @@ against the scores, and tables of which it reads one number for each score.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from rewriter.ops.form import Form, special_form
 from rewriter.ops.op import Op, Operand, Sharding
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from jax import Array
 
-    from rewriter.ops.cost import Cost, Dtypes, Shapes
+    from rewriter.ops.cost import Dtypes, Shapes
     from rewriter.ops.kernel import Spec
+    from rewriter.ops.op import Sample
     from rewriter.ops.score import Score
 
 ARRAYS = tuple(f"score_{i}" for i in range(8))
@@ -30,6 +31,9 @@ ARRAYS = tuple(f"score_{i}" for i in range(8))
 
 TABLES = tuple(f"table_{i}" for i in range(4))
 """Operands of which a function reads one number for each score."""
+
+OWN = frozenset({*ARRAYS, *TABLES})
+"""The operands that attention itself does not have."""
 
 LEFT_OUT = frozenset({"alibi"})
 """Operands of attention that such a function has a part of its own for."""
@@ -44,21 +48,15 @@ def scored_form(op: Op, name: str, about: str) -> Op:
         about: What it computes, in one line.
     """
     defaults = {n: x for n, x in op.defaults.items() if n != "softcap"}
-    return dataclasses.replace(
-        op,
-        name=name,
-        form_of=op.name,
-        about=about,
+    form = Form(
         operands=_operands(op),
-        defaults={**defaults, "score": None},
-        reference=functools.partial(scored, op.reference),
-        flat=False,
-        usual=None,
-        cost=functools.partial(_cost, op),
+        compute=scored,
+        sizes=_sizes,
         sharding=_sharding,
-        sample=functools.partial(_sample, op),
-        distributions=None,
+        sample=_sample,
+        defaults={**defaults, "score": None},
     )
+    return special_form(op, name, about, form)
 
 
 def scored(
@@ -91,12 +89,11 @@ def scored(
 
 def as_attention(spec: Spec) -> Spec:
     """Returns the use of attention that a use of the form is, without its function."""
-    own = {*ARRAYS, *TABLES}
     return dataclasses.replace(
         spec,
         op="attention",
-        shapes=tuple((n, s) for n, s in spec.shapes if n not in own),
-        dtypes=tuple((n, d) for n, d in spec.dtypes if n not in own),
+        shapes=tuple(_of_attention(dict(spec.shapes)).items()),
+        dtypes=tuple(_of_attention(dict(spec.dtypes)).items()),
         params=tuple((n, x) for n, x in spec.params if n != "score"),
     )
 
@@ -126,30 +123,25 @@ def _sharding(params: Mapping[str, Any]) -> Sharding:
     return Sharding(frozenset("bn"), follows={"k": "n"})
 
 
-def _cost(
-    op: Op,
-    shapes: Shapes,
-    dtypes: Dtypes,
-    params: Mapping[str, Any],
-    mode: str = "forward",
-) -> Cost:
-    """Attention's operations and bytes; those of the function do not count."""
-    assert op.cost is not None
-    own = {*ARRAYS, *TABLES}
-    less = (
-        {n: x for n, x in given.items() if n not in own} for given in (shapes, dtypes)
-    )
-    return op.cost(*less, params, mode)
+def _sizes(
+    shapes: Shapes, dtypes: Dtypes, params: Mapping[str, Any]
+) -> tuple[Shapes, Dtypes]:
+    """Those of attention; the work of the function does not count."""
+    del params
+    return _of_attention(shapes), _of_attention(dtypes)
+
+
+def _of_attention(named: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of the operands of attention."""
+    return {n: x for n, x in named.items() if n not in OWN}
 
 
 def _sample(
-    op: Op, key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
+    draw: Sample, key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
 ) -> dict[str, Array]:
     """Realistic operands: numbers near 1 for floats, and small whole numbers."""
-    assert op.sample is not None
-    own = {n: x for n, x in operands.items() if n in (*ARRAYS, *TABLES)}
-    others = {n: x for n, x in operands.items() if n not in own}
-    made = dict(op.sample(key, others, params))
+    own = {n: x for n, x in operands.items() if n in OWN}
+    made = dict(draw(key, _of_attention(operands), params))
     for i, (name, x) in enumerate(own.items()):
         one = jax.random.fold_in(key, i)
         if jnp.issubdtype(x.dtype, jnp.floating):

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from rewriter.kernels.cross_entropy.estimate import estimate
 from rewriter.kernels.cross_entropy.rows import OUTSIDE, Loss, Slopes
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Spec, Speed, Traits
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Spec, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 PAYS_FROM = 1 << 23
@@ -149,14 +150,7 @@ def _saves(spec: Spec) -> list[Any]:
     return [(spec.shape("logits")[:-1], wide)]
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op="cross_entropy",
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable, profitable_backward, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
-)
+KERNEL = XLA.kernel(
+    "cross_entropy", forward, backward, supports,
+    Speed(profitable, profitable_backward, estimate=estimate), saves=_saves,
+)  # fmt: skip

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rewriter.kernels.embedding import forms, limits, lookup
 from rewriter.kernels.embedding.estimate import estimate
-from rewriter.ops.kernel import (
-    PLATFORMS,
-    Kernel,
-    Limits,
-    Speed,
-    Traits,
-    always_the_same,
-)
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Kernel, Speed, always_the_same
 from rewriter.support.verdict import Verdict, all_of
 
 if TYPE_CHECKING:
@@ -77,17 +71,11 @@ def _both(
     def supports(spec: Spec) -> Verdict:
         return all_of(limits.rows_to_add(spec), takes(spec))
 
-    sums = Kernel(
-        name=name,
-        op="embedding",
-        platforms=PLATFORMS,
-        version=1,
-        forward=functools.partial(_forward, adds),
-        backward=forms.backward,
-        limits=Limits(supports, deterministic=deterministic),
-        speed=Speed(profitable, estimate=estimate),
-        traits=Traits(memory_bounded=True, saves_out=False),
-    )
+    sums = XLA.kernel(
+        "embedding", functools.partial(_forward, adds), forms.backward, supports,
+        Speed(profitable, estimate=estimate),
+        name=name, saves=None, deterministic=deterministic,
+    )  # fmt: skip
     return sums, lookup.with_sums(sums, takes)
 
 

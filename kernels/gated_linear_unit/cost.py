@@ -18,11 +18,7 @@ def cost(
     operations. Gradients need both again, and four more: of x and of the weights, in
     each branch. With the result they need no more than that.
 
-    Args:
-        shapes: Shapes by operand name.
-        dtypes: Dtype names by operand name.
-        params: The op's parameters.
-        mode: ``forward``, ``vjp`` or ``forward_and_vjp``.
+    Arguments are those of `Op.cost`.
 
     Example:
         >>> shapes = {"x": (2, 3), "w_gate": (3, 5), "w_up": (3, 5)}

@@ -13,20 +13,17 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit import xla
-from rewriter.kernels.gated_linear_unit.reference import combine
+from rewriter.kernels.gated_linear_unit.branches import Use, combine
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import Tiles
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
-from rewriter.kernels.shared.gated_tiles import fits as fits
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from jax import Array
-
-    from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
 NAME = "gated_linear_unit"
@@ -54,7 +51,8 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns no: XLA, which is compiled sooner, took 1.04 of its time on an H200."""
     del spec, platform
     return no(
-        "measure", "XLA took 1.04 of its time on an H200: chosen only where measured"
+        "measure",
+        "1.04 times as fast as XLA on an H200: chosen only where it was measured",
     )
 
 
@@ -72,62 +70,41 @@ def part_of(spec: Spec) -> Spec:
 
 
 def _rows(spec: Spec) -> int:
+    """The rows."""
     return math.prod(spec.shape("x")[:-1])
 
 
-def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the rule of thumb."""
-    del device
-    return gated_tiles.default(_rows(spec))
-
-
-def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles worth measuring, most promising first."""
-    del device
-    return gated_tiles.configs(_rows(spec))
+SPACE = gated_tiles.space(_rows)
 
 
 def forward(
-    *,
-    x: Array,
-    w_gate: Array,
-    w_up: Array,
-    b_gate: Array | None = None,
-    b_up: Array | None = None,
-    precision: str | None = None,
-    out_dtype: str | None = None,
-    residuals: bool = False,
-    config: Tiles | None = None,
-    **joining: Any,
+    *, residuals: bool = False, config: Tiles | None = None, **given: Any
 ) -> Any:
     """Returns the result, as `reference` does; there are no residuals.
 
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
 
-    Operands are those of the op. Other parameters say how `combine` joins the branches.
-
     Args:
-        out_dtype: The result's dtype, x's or float32; x's by default.
         residuals: Whether to return ``(result, ())``.
         config: The tiles; their columns are those of both branches.
-        **joining: As above.
+        **given: As for `reference`. The result is of x's dtype or float32.
     """
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
-    del precision
-    joining |= {"slopes": (), "slopes_up": ()}  # of derivatives
-    rows, k = math.prod(x.shape[:-1]), x.shape[-1]
+    use = Use.of(given).without_slopes()
+    *outer, k = use.x.shape
     branches = [
         Branch(w[None], bias=None if b is None else b.astype(jnp.float32))
-        for w, b in ((w_gate, b_gate), (w_up, b_up))
+        for w, b in ((use.w_gate, use.b_gate), (use.w_up, use.b_up))
     ]
-    join = functools.partial(combine, **joining, activations=ON_HOPPER)
-    f, dtype = w_gate.shape[1], jnp.dtype(out_dtype or x.dtype)
-    given = NAME, x.reshape(rows, k), branches, f, None, [join], dtype
-    (out,) = combined(*given, config or Tiles())
-    out = out.reshape(*x.shape[:-1], f)
+    join = functools.partial(combine, **use.joining, activations=ON_HOPPER)
+    f, rows = use.w_gate.shape[1], use.x.reshape(math.prod(outer), k)
+    (out,) = combined(
+        NAME, rows, branches, f, None, [join], use.dtype, config or Tiles()
+    )
+    out = out.reshape(*outer, f)
     return (out, ()) if residuals else out
 
 
@@ -135,16 +112,7 @@ backward = xla.backward
 """The cotangents of every operand by XLA, block by block: branches are not saved."""
 
 
-KERNEL = Kernel(
-    name="hopper",
-    op="gated_linear_unit",
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports, runs_on),
-    speed=Speed(profitable),
-    traits=Traits(memory_bounded=True, saves_out=False),
-    space=Space(Tiles, default, configs, fits),
-    backward_space=Space(xla.Block, xla.default, xla.configs),
-)
+KERNEL = HOPPER.kernel(
+    "gated_linear_unit", forward, backward, supports, Speed(profitable),
+    SPACE, xla.KERNEL.backward_space,
+)  # fmt: skip

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit import stored
+from rewriter.kernels.gated_linear_unit.branches import combine
 from rewriter.kernels.gated_linear_unit.op import STORED
-from rewriter.kernels.gated_linear_unit.reference import combine
 from rewriter.kernels.gated_linear_unit.stored_form import ADDED
 from rewriter.kernels.quantized_dot.rounding import InFloat32, in_float32
 from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot

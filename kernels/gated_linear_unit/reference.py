@@ -5,57 +5,21 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020), eq. 5 and 6.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from rewriter.ops.activations import (
-    ACTIVATIONS,
-    Activation,
-    Bounds,
-    clipped,
-    clipped_by_choice,
-)
-from rewriter.ops.slopes import Slopes, with_slopes
+from rewriter.kernels.gated_linear_unit.branches import Use, combine
+from rewriter.ops.activations import clipped
 
 
-def reference(
-    *,
-    x: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    b_gate: jax.Array | None = None,
-    b_up: jax.Array | None = None,
-    rows_gate: jax.Array | None = None,
-    rows_up: jax.Array | None = None,
-    activation: str = "silu",
-    beta: float = 1.0,
-    clip_gate: Bounds = (None, None),
-    clip_up: Bounds = (None, None),
-    up_shift: float = 0.0,
-    slopes: Slopes = (),
-    slopes_up: Slopes = (),
-    precision: str | None = None,
-    out_dtype: str | None = None,
-) -> jax.Array:
+def reference(**given: Any) -> jax.Array:
     """Returns ``act(clip(x·w_gate + b_gate)) · (clip(x·w_up + b_up) + up_shift)``.
 
-    Operands are documented where the op is declared.
-
     Args:
-        activation: One of `rewriter.ops.activations.ACTIVATIONS`.
-        beta: The number of a parametric activation, such as the factor inside
-            ``swish``: x · sigmoid(beta · x).
-        clip_gate: Lower and upper bound of the gate branch, None for none.
-        clip_up: The same for the other branch.
-        up_shift: Added to the other branch after clipping.
-        slopes: Derivatives of ``act(clip(y))`` at some numbers y, where the program's
-            differ, such as 1/2 at 0 for ``max(y, 0)``.
-        slopes_up: The same for the clip of the other branch.
-        precision: As `jax.lax.Precision`, by name.
-        out_dtype: The result's dtype; x's by default.
+        **given: Operands, which are documented where the op is declared, and the
+            parameters of `Use` and `combine`.
 
     Returns:
         [..., f]. Branches are accumulated and combined in float32, or float64 if x is,
@@ -63,71 +27,19 @@ def reference(
         those that are 0 below zero are ``max(x, 0)``, not a choice by ``x > 0``.
         Infinities follow the formula: ``-inf * sigmoid(-inf)`` is NaN.
     """
-    gate = branch(x, w_gate, (b_gate, rows_gate), precision)
-    up = branch(x, w_up, (b_up, rows_up), precision)
-    bounds = clip_gate, clip_up, up_shift
-    y = combine(gate, up, activation, beta, *bounds, slopes, slopes_up, within=clipped)
-    return y.astype(out_dtype or x.dtype)
+    use = Use.of(given)
+    gate, up = use.branches(use.by_row)
+    return combine(gate, up, **use.joining, within=clipped).astype(use.dtype)
 
 
-def usual(
-    *,
-    x: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    b_gate: jax.Array | None = None,
-    b_up: jax.Array | None = None,
-    rows_gate: jax.Array | None = None,
-    rows_up: jax.Array | None = None,
-    precision: str | None = None,
-    out_dtype: str | None = None,
-    **given: Any,
-) -> jax.Array:
+def usual(**given: Any) -> jax.Array:
     """Computes `reference` with the branches in x's own type.
 
     Many models do so in 16 bits, with less traffic and more rounding.
     """
-    gate = branch(x, w_gate, (b_gate, rows_gate), precision, x.dtype)
-    up = branch(x, w_up, (b_up, rows_up), precision, x.dtype)
-    return combine(gate, up, **given).astype(out_dtype or x.dtype)
-
-
-def branch(
-    x: jax.Array,
-    w: jax.Array,
-    added: Sequence[jax.Array | None],
-    precision: str | None,
-    dtype: Any = None,
-) -> jax.Array:
-    """Returns ``x·w`` plus addends, in a type that is at least float32 by default."""
-    wide = dtype or jnp.promote_types(x.dtype, jnp.float32)
-    y = jnp.matmul(x, w, precision=precision, preferred_element_type=wide)
-    for b in added:
-        y = y if b is None else y + b.astype(wide)
-    return y
-
-
-def combine(
-    gate: jax.Array,
-    up: jax.Array,
-    activation: str = "silu",
-    beta: float = 1.0,
-    clip_gate: Bounds = (None, None),
-    clip_up: Bounds = (None, None),
-    up_shift: float = 0.0,
-    slopes: Slopes = (),
-    slopes_up: Slopes = (),
-    activations: Mapping[str, Activation] = ACTIVATIONS,
-    within: Callable[[jax.Array, Bounds], jax.Array] = clipped_by_choice,
-) -> jax.Array:
-    """Returns the product of the two branches after clipping and activation.
-
-    Parameters are as in `reference`.
-    """
-    chosen = activations[activation]
-    gate = with_slopes(lambda y: chosen(within(y, clip_gate), beta), slopes)(gate)
-    up = with_slopes(lambda y: within(y, clip_up), slopes_up)(up)
-    return gate * (up + up_shift if up_shift else up)
+    use = Use.of(given)
+    gate, up = use.branches(use.by_row, use.x.dtype)
+    return combine(gate, up, **use.joining).astype(use.dtype)
 
 
 SPREAD = {"x": 1.0, "b_gate": 0.1, "b_up": 0.1, "rows_gate": 0.1, "rows_up": 0.1}

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.gated_linear_unit.branches import branch, combine
 from rewriter.kernels.gated_linear_unit.op import STORED
-from rewriter.kernels.gated_linear_unit.reference import branch, combine
 from rewriter.kernels.gated_linear_unit.stored_form import ADDED, matrix_of
 from rewriter.kernels.gated_linear_unit.xla import product
 from rewriter.kernels.shared import columns

@@ -17,20 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.gated_linear_unit.branches import Rows, Use, combine
 from rewriter.kernels.gated_linear_unit.estimate import estimate
-from rewriter.kernels.gated_linear_unit.reference import branch, combine
+from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import (
-    PLATFORMS,
-    Kernel,
-    Limits,
-    Space,
-    Spec,
-    Speed,
-    Traits,
-    saves_nothing,
-)
+from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 
@@ -135,86 +127,71 @@ def _known(activation: str) -> Verdict:
 
 
 def forward(
-    *,
-    x: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    b_gate: jax.Array | None = None,
-    b_up: jax.Array | None = None,
-    rows_gate: jax.Array | None = None,
-    rows_up: jax.Array | None = None,
-    precision: str | None = None,
-    out_dtype: str | None = None,
-    residuals: bool = False,
-    config: Block | None = None,
-    **joining: Any,
+    *, residuals: bool = False, config: Block | None = None, **given: Any
 ) -> Any:
     """Returns the result; there are no residuals.
 
-    Operands are those of the op. Other parameters say how `combine` joins the branches.
+    Args:
+        residuals: Whether to return ``(result, ())``.
+        config: The block.
+        **given: As for `reference`.
     """
-    joining |= {"slopes": (), "slopes_up": ()}  # of derivatives
+    use = Use.of(given).without_slopes()
 
     def block(rows: Rows) -> tuple[jax.Array, tuple[()]]:
-        gate = branch(rows["x"], w_gate, (b_gate, rows.get("rows_gate")), precision)
-        up = branch(rows["x"], w_up, (b_up, rows.get("rows_up")), precision)
-        y = combine(gate, up, **joining)
-        return y.astype(out_dtype or x.dtype), ()
+        return combine(*use.branches(rows), **use.joining).astype(use.dtype), ()
 
-    rows = _flat(x=x, rows_gate=rows_gate, rows_up=rows_up)
-    out, _ = _over_blocks(block, rows, (config or DEFAULT).rows)
-    out = out.reshape(*x.shape[:-1], w_gate.shape[-1])
+    out, _ = _over_blocks(block, _flat(use.by_row), (config or DEFAULT).rows)
+    out = out.reshape(*use.x.shape[:-1], use.w_gate.shape[-1])
     return (out, ()) if residuals else out
 
 
 def backward(
     *,
-    x: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
     out: None,
     residuals: tuple[()],
     cotangent: jax.Array,
-    b_gate: jax.Array | None = None,
-    b_up: jax.Array | None = None,
-    rows_gate: jax.Array | None = None,
-    rows_up: jax.Array | None = None,
-    precision: str | None = None,
-    out_dtype: str | None = None,
     config: Block | None = None,
-    **joining: Any,
+    **given: Any,
 ) -> dict[str, jax.Array]:
-    """Returns the cotangents of every operand; arguments are as in `forward`."""
-    del out, residuals, out_dtype
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    narrow = jnp.result_type(x, w_gate, w_up)
-    wholes = {"w_gate": w_gate, "w_up": w_up, "b_gate": b_gate, "b_up": b_up}
-    apart = {"x": x, "rows_gate": rows_gate, "rows_up": rows_up}
+    """Returns the cotangents of every operand.
 
-    dot = functools.partial(product, precision=precision, narrow=narrow, wide=wide)
+    Args:
+        out: Not needed.
+        residuals: Empty.
+        cotangent: [..., f].
+        config: The block.
+        **given: As for `reference`.
+    """
+    del out, residuals
+    use = Use.of(given)
+    shared, apart = use.shared, use.by_row
+    wide = jnp.promote_types(use.x.dtype, jnp.float32)
+    narrow = jnp.result_type(use.x, use.w_gate, use.w_up)
+    dot = functools.partial(product, precision=use.precision, narrow=narrow, wide=wide)
 
     def block(rows: Rows) -> tuple[Rows, Rows]:
         part = rows["x"]
-        gate = branch(part, w_gate, (b_gate, rows.get("rows_gate")), precision)
-        up = branch(part, w_up, (b_up, rows.get("rows_up")), precision)
-        _, back = jax.vjp(functools.partial(combine, **joining), gate, up)
+        _, back = jax.vjp(
+            functools.partial(combine, **use.joining), *use.branches(rows)
+        )
         d_gate, d_up = back(rows["cotangent"].astype(wide))
-        dx = dot(d_gate, w_gate, (1, 1)) + dot(d_up, w_up, (1, 1))
+        dx = dot(d_gate, use.w_gate, (1, 1)) + dot(d_up, use.w_up, (1, 1))
         by_row = {"x": dx, "rows_gate": d_gate, "rows_up": d_up}
         sums = {
             "w_gate": dot(part, d_gate, (0, 0)), "w_up": dot(part, d_up, (0, 0)),
             "b_gate": d_gate.sum(0), "b_up": d_up.sum(0),
         }  # fmt: skip
         return (
-            {n: by_row[n].astype(a.dtype) for n, a in apart.items() if a is not None},
-            {n: sums[n] for n, a in wholes.items() if a is not None},
+            {n: by_row[n].astype(a.dtype) for n, a in apart.items()},
+            {n: sums[n] for n in shared},
         )
 
-    rows = _flat(**apart, cotangent=cotangent)
+    rows = _flat({**apart, "cotangent": cotangent})
     by_row, sums = _over_blocks(block, rows, (config or DEFAULT).rows)
     return {
         **{n: y.reshape(apart[n].shape) for n, y in by_row.items()},
-        **{n: y.astype(wholes[n].dtype) for n, y in sums.items()},
+        **{n: y.astype(shared[n].dtype) for n, y in sums.items()},
     }
 
 
@@ -244,16 +221,10 @@ def product(
     )  # fmt: skip
 
 
-Rows = dict[str, jax.Array]
-"""Arrays by name, rows first."""
-
-
-def _flat(**arrays: jax.Array | None) -> Rows:
-    """The arrays that are present, with one axis of rows."""
+def _flat(arrays: Rows) -> Rows:
+    """The arrays with one axis of rows."""
     return {
-        n: a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
-        for n, a in arrays.items()
-        if a is not None
+        n: a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) for n, a in arrays.items()
     }
 
 
@@ -281,16 +252,8 @@ def _over_blocks(
     return out, sums
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op="gated_linear_unit",
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable, profitable_backward, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
-    space=Space(Block, default, configs),
-    backward_space=Space(Block, default, configs),
-)
+KERNEL = XLA.kernel(
+    "gated_linear_unit", forward, backward, supports,
+    Speed(profitable, profitable_backward, estimate=estimate),
+    Space(Block, default, configs),
+)  # fmt: skip

@@ -27,7 +27,8 @@ from rewriter.kernels.linear_cross_entropy import chunks
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.estimate import estimate, margin
 from rewriter.kernels.linear_cross_entropy.head import Head
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Spec, Speed, Traits
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 PAYS_FROM = 1 << 26
@@ -216,10 +217,10 @@ def backward(
 
 def _zeros(head: Head, added: bool) -> Rows:
     """Where cotangents of weights and bias are put, or added up."""
-    wholes = {"w": head.w} if head.bias is None else {"w": head.w, "bias": head.bias}
+    shared = {"w": head.w} if head.bias is None else {"w": head.w, "bias": head.bias}
     return {
         n: jnp.zeros(a.shape, head.wide if added else a.dtype)
-        for n, a in wholes.items()
+        for n, a in shared.items()
     }
 
 
@@ -339,17 +340,9 @@ def _saves(spec: Spec) -> list[Any]:
     return [(spec.shape("labels"), wide)]
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op="linear_cross_entropy",
-    platforms=PLATFORMS,
-    version=2,
-    forward=forward,
-    backward=backward,
-    together=together,
-    limits=Limits(supports),
-    speed=Speed(profitable, profitable_backward, estimate=estimate, margin=margin),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
-    space=Space(Chunk, chunks.default, chunks.configs),
-    backward_space=Space(Chunk, chunks.default, chunks.configs),
-)
+KERNEL = XLA.kernel(
+    "linear_cross_entropy", forward, backward, supports,
+    Speed(profitable, profitable_backward, estimate=estimate, margin=margin),
+    Space(Chunk, chunks.default, chunks.configs),
+    version=2, together=together, saves=_saves,
+)  # fmt: skip

@@ -57,5 +57,5 @@ def refusals(spec: Spec, dtypes: Sequence[str]) -> list[Verdict]:
         if spec.shape(name) != wanted:
             found.append(no("shape", f"{name} is {spec.shape(name)}, not {wanted}"))
     if not shape or 0 in shape:
-        found.append(no("empty", f"x has shape {shape}: no rows, or none of a width"))
+        found.append(no("empty", f"x has shape {shape}: it holds no numbers"))
     return found

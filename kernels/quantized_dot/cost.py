@@ -17,11 +17,7 @@ def cost(
     With m rows, a forward is ``2·m·k·n`` operations; the gradient of the rows is as
     many. Stored numbers have no gradient.
 
-    Args:
-        shapes: Shapes by operand name.
-        dtypes: Dtype names by operand name.
-        params: The op's parameters.
-        mode: ``forward``, ``vjp`` or ``forward_and_vjp``.
+    Arguments are those of `Op.cost`.
 
     Example:
         >>> shapes = {"x": (2, 3), "w": (3, 5)}

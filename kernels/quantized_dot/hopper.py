@@ -21,18 +21,18 @@ import jax.numpy as jnp
 from rewriter.kernels.quantized_dot import xla
 from rewriter.kernels.quantized_dot.estimate import estimate, modelled
 from rewriter.kernels.quantized_dot.rounding import ROUND, in_float32
+from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.shared.hopper import PROCESSORS, by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import usual_steps
-from rewriter.ops.widening import all_columns, applied
+from rewriter.ops.widening import all_columns
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from jax import Array
-
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -164,8 +164,8 @@ ADDED = 16.0
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: as for a ragged dot, and parts are equal."""
     found = [ragged_dot.fits(config, part_of(spec), device)]
-    if (spec.shape("x")[-1] // STEP) % config.splits:
-        text = f"{config.splits} parts of {spec.shape('x')[-1] // STEP} steps"
+    if (steps := spec.shape("x")[-1] // STEP) % config.splits:
+        text = f"{steps} steps do not make {config.splits} equal parts"
         found.append(no("splits", text))
     if config.columns > ragged_dot.WIDE:
         text = f"{config.columns} columns a warpgroup, of at most {ragged_dot.WIDE}"
@@ -174,62 +174,46 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
 
 
 def forward(
-    *,
-    x: Array,
-    w: Array,
-    w_scale: Array | None = None,
-    w_zero: Array | None = None,
-    widen: str | None = None,
-    mode: str = "forward",
-    behind: str = "",
-    sums: str | None = None,
-    precision: str | None = None,
-    residuals: bool = False,
-    config: Tiles | None = None,
+    *, residuals: bool = False, config: Tiles | None = None, **given: Any
 ) -> Any:
     """Returns the result, as `computed` does, for supported uses.
 
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
 
-    Operands are those of the op, and parameters are as in `computed`.
-
     Args:
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
+        **given: The fields of `Use`.
     """
     from rewriter.kernels.ragged.dot.hopper import narrow
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
-    del precision
-    config = config or Tiles()
+    use, config = Use(**given), config or Tiles()
+    x, n, parts = use.x, use.columns, config.splits
     rows, k = math.prod(x.shape[:-1]), x.shape[-1]
-    n, parts = w.shape[0 if mode == "transposed" else 1], config.splits
     lhs = x.reshape(rows, k)
     if parts > 1:
         lhs = lhs.reshape(rows, parts, k // parts)
         lhs = lhs.transpose(1, 0, 2).reshape(parts * rows, k // parts)
-    if widen is None:
-        widen = usual_steps(w_scale, w_zero, x.dtype)
-    how = in_float32(widen, x.dtype.name, w.dtype.name)
+    how = in_float32(use.steps, x.dtype.name, use.w.dtype.name)
     assert how is not None
-    arrays = {"scale": w_scale, "zero": w_zero}
+    arrays = {"scale": use.w_scale, "zero": use.w_zero}
     within = [all_columns(arrays[name], own, n) for name, own in how.dtypes]
     names = [name for name, _ in how.dtypes]
     steps = [(s, names.index(x) if x in names else x) for s, x in how.steps]
-    branch = Branch(w[None], within=tuple(within), split=parts > 1)
-    dtype = jnp.dtype(sums or x.dtype)
-    direct = parts == 1 and not behind and dtype in (x.dtype, jnp.float32)
+    branch = Branch(use.w[None], within=tuple(within), split=parts > 1)
+    dtype = jnp.dtype(use.sums or x.dtype)
+    direct = parts == 1 and not use.behind and dtype in (x.dtype, jnp.float32)
     (out,) = combined(
         NAME, lhs, [branch], n, None, [lambda product: product],
-        dtype if direct else jnp.dtype(jnp.float32), config, mode == "transposed",
+        dtype if direct else jnp.dtype(jnp.float32), config, use.transposed,
         functools.partial(narrow.side, steps=steps), parts,
     )  # fmt: skip
     if not direct:
         out = out.reshape(parts, rows, n).sum(0) if parts > 1 else out
-        row = None if w_scale is None else w_scale[0]
-        out = applied(out.astype(dtype), behind, row)
+        out = use.finished(out.astype(dtype))
     out = out.reshape(*x.shape[:-1], n)
     return (out, ()) if residuals else out
 
@@ -238,16 +222,8 @@ backward = xla.backward
 """The cotangent of x by XLA, block by block."""
 
 
-KERNEL = Kernel(
-    name="hopper",
-    op=NAME,
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports, runs_on),
-    speed=Speed(by_estimate, estimate=estimate, modelled=modelled),
-    traits=Traits(memory_bounded=True, saves_out=False),
-    space=Space(Tiles, default, configs, fits),
-    backward_space=Space(xla.Block, xla.default, xla.configs),
-)
+KERNEL = HOPPER.kernel(
+    NAME, forward, backward, supports,
+    Speed(by_estimate, estimate=estimate, modelled=modelled),
+    Space(Tiles, default, configs, fits), xla.KERNEL.backward_space,
+)  # fmt: skip

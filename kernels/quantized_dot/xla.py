@@ -7,27 +7,18 @@ over blocks of columns. A widened block stays in the caches until it is multipli
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot.estimate import estimate
-from rewriter.kernels.quantized_dot.reference import computed
+from rewriter.kernels.quantized_dot.use import Use
+from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import (
-    PLATFORMS,
-    Kernel,
-    Limits,
-    Space,
-    Spec,
-    Speed,
-    Traits,
-    saves_nothing,
-)
-from rewriter.ops.stored import FEW_BITS, usual_steps
-from rewriter.ops.widening import applied, by_steps
+from rewriter.ops.kernel import Space, Spec, Speed
+from rewriter.ops.stored import FEW_BITS
 from rewriter.support.verdict import YES, Verdict, no
 
 
@@ -106,72 +97,67 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def forward(
-    *,
-    x: jax.Array,
-    w: jax.Array,
-    w_scale: jax.Array | None = None,
-    w_zero: jax.Array | None = None,
-    residuals: bool = False,
-    config: Block | None = None,
-    **params: Any,
+    *, residuals: bool = False, config: Block | None = None, **given: Any
 ) -> Any:
     """Returns the result, rounded as by `computed`; there are no residuals.
 
-    Operands are those of the op, and parameters are as in `computed`.
+    Args:
+        residuals: Whether to return ``(result, ())``.
+        config: The block.
+        **given: The fields of `Use`.
     """
-    parts = _Parts.of(w, w_scale, w_zero, params, config)
+    use = Use(**given)
+    parts = _Parts.of(use, config)
 
     def block(_: None, i: Any) -> tuple[None, jax.Array]:
-        return None, computed(x=x, **parts.block(i), **params)
+        return None, _computed(parts.block(i))
 
     if parts.count:
         _, out = jax.lax.scan(block, None, jnp.arange(parts.count))
-        out = jnp.moveaxis(out, 0, -2).reshape(*x.shape[:-1], -1)
+        out = jnp.moveaxis(out, 0, -2).reshape(*use.x.shape[:-1], -1)
         if parts.rest:
-            last = computed(x=x, **parts.last(), **params)
-            out = jnp.concatenate([out, last], -1)
+            out = jnp.concatenate([out, _computed(parts.last())], -1)
     else:
-        out = computed(x=x, **parts.last(), **params)
+        out = _computed(parts.last())
     return (out, ()) if residuals else out
+
+
+def _computed(use: Use) -> jax.Array:
+    return use.finished(use.times(use.matrix()))
 
 
 def backward(
     *,
-    x: jax.Array,
-    w: jax.Array,
-    w_scale: jax.Array | None = None,
-    w_zero: jax.Array | None = None,
     out: None = None,
     residuals: tuple[()] = (),
     cotangent: jax.Array,
     config: Block | None = None,
-    **params: Any,
+    **given: Any,
 ) -> dict[str, jax.Array]:
     """Returns the cotangent of x; the reference computes those of scales.
 
-    Operands are those of the op, and parameters are as in `computed`.
+    Args:
+        out: Not needed.
+        residuals: Empty.
+        cotangent: [..., n].
+        config: The block.
+        **given: The fields of `Use`.
     """
     del out, residuals
-    parts = _Parts.of(w, w_scale, w_zero, params, config)
-    turned = params.get("mode") == "transposed"
+    use = Use(**given)
+    parts, x = _Parts.of(use, config), use.x
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    dims = (((cotangent.ndim - 1,), (0 if turned else 1,)), ((), ()))
+    dims = (((cotangent.ndim - 1,), (0 if use.transposed else 1,)), ((), ()))
 
-    def of_block(given: dict[str, Any], g: jax.Array) -> jax.Array:
-        scale, zero = given.get("w_scale"), given.get("w_zero")
-        steps = params.get("widen")
-        steps = usual_steps(scale, zero, x.dtype) if steps is None else steps
-        matrix = by_steps(given["w"], steps, scale, zero, int(turned))
-        sums = params.get("sums") or jnp.promote_types(x.dtype, matrix.dtype)
-        y = jnp.zeros(g.shape, sums)
-        row = None if scale is None else scale[0]
-        _, back = jax.vjp(lambda y: applied(y, params.get("behind", ""), row), y)
+    def of_block(part: Use, g: jax.Array) -> jax.Array:
+        matrix = part.matrix()
+        sums = use.sums or jnp.promote_types(x.dtype, matrix.dtype)
+        _, back = jax.vjp(part.finished, jnp.zeros(g.shape, sums))
         (g,) = back(g)
         g, matrix = g.astype(x.dtype), matrix.astype(x.dtype)
         return jax.lax.dot_general(
-            g, matrix, dims, precision=params.get("precision"),
-            preferred_element_type=wide,
-        )  # fmt: skip
+            g, matrix, dims, precision=use.precision, preferred_element_type=wide
+        )
 
     def block(total: jax.Array, i: Any) -> tuple[jax.Array, None]:
         first = i * parts.size
@@ -189,64 +175,58 @@ def backward(
 
 @dataclass(frozen=True)
 class _Parts:
-    """Blocks of columns of the stored operands.
+    """Blocks of columns of a use.
 
     Attributes:
-        arrays: The operands by name, and the axis of columns of each.
+        use: The use.
+        axes: The axis of columns of each stored operand that is present.
         size: Columns of a block.
         count: The number of whole blocks.
         rest: Columns behind them.
     """
 
-    arrays: dict[str, tuple[jax.Array, int]]
+    use: Use
+    axes: dict[str, int]
     size: int
     count: int
     rest: int
 
     @classmethod
-    def of(
-        cls, w: Any, scale: Any, zero: Any, params: dict[str, Any], config: Block | None
-    ) -> _Parts:
-        """Divides operands. A matrix of two blocks and less stays whole."""
-        axis = 0 if params.get("mode") == "transposed" else 1
-        found = {"w": (w, axis), "w_scale": (scale, 1), "w_zero": (zero, 1)}
-        size, n = (config or DEFAULT).columns, w.shape[axis]
+    def of(cls, use: Use, config: Block | None) -> _Parts:
+        """Divides a use. A matrix of two blocks and less stays whole."""
+        axes = {"w": 0 if use.transposed else 1, "w_scale": 1, "w_zero": 1}
+        size, n = (config or DEFAULT).columns, use.columns
         count = n // size if n > 2 * size else 0
-        kept = {name: x for name, x in found.items() if x[0] is not None}
-        return cls(kept, size, count, n - count * size)
+        present = {k: i for k, i in axes.items() if getattr(use, k) is not None}
+        return cls(use, present, size, count, n - count * size)
 
-    def block(self, i: Any) -> dict[str, jax.Array]:
-        """The operands of a whole block."""
+    def block(self, i: Any) -> Use:
+        """The columns of a whole block."""
         return self._taken(
             lambda x, axis: jax.lax.dynamic_slice_in_dim(
                 x, i * self.size, self.size, axis
             )
         )
 
-    def last(self) -> dict[str, jax.Array]:
-        """The operands of the columns behind the whole blocks."""
+    def last(self) -> Use:
+        """The columns behind the whole blocks."""
         first = self.count * self.size
         return self._taken(
             lambda x, axis: jax.lax.slice_in_dim(x, first, x.shape[axis], axis=axis)
         )
 
-    def _taken(self, take: Any) -> dict[str, jax.Array]:
-        return {
-            name: x if x.shape[axis] == 1 else take(x, axis)
-            for name, (x, axis) in self.arrays.items()
-        }
+    def _taken(self, take: Any) -> Use:
+        arrays = {name: getattr(self.use, name) for name in self.axes}
+        return replace(
+            self.use,
+            **{
+                name: x if x.shape[self.axes[name]] == 1 else take(x, self.axes[name])
+                for name, x in arrays.items()
+            },
+        )
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op="quantized_dot",
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
-    space=Space(Block, default, configs),
-    backward_space=Space(Block, default, configs),
-)
+KERNEL = XLA.kernel(
+    "quantized_dot", forward, backward, supports,
+    Speed(profitable, estimate=estimate), Space(Block, default, configs),
+)  # fmt: skip

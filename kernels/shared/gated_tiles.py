@@ -6,19 +6,21 @@ shared memory and registers of a product of as many columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.hopper.config import fits as fits_product
 from rewriter.kernels.shared.activations_hopper import WITHOUT
+from rewriter.ops.kernel import Space
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
-APART = Tiles(128, 128, 6, apart=True)
+SEPARATE = Tiles(128, 128, 6, apart=True)
 """Each warpgroup with tiles of its own: one combines while the other multiplies."""
 
 
@@ -27,6 +29,20 @@ def computes(activation: str) -> Verdict:
     if (missing := WITHOUT.get(activation)) is None:
         return YES
     return no("activation", f"{activation} needs {missing}, which Mosaic GPU lacks")
+
+
+def space(rows: Callable[[Spec], int]) -> Space:
+    """Returns the configs of a gated linear unit.
+
+    Args:
+        rows: Gives the rows of a group of a use.
+    """
+    return Space(
+        Tiles,
+        lambda spec, device: default(rows(spec)),
+        lambda spec, device: configs(rows(spec)),
+        fits,
+    )
 
 
 def default(rows: int) -> Tiles:
@@ -41,7 +57,7 @@ def default(rows: int) -> Tiles:
 
 def configs(rows: int) -> list[Tiles]:
     """Returns tiles worth measuring for groups of some rows, the best guess first."""
-    made = [Tiles(width=16), Tiles(width=4), Tiles(256, 128), APART]
+    made = [Tiles(width=16), Tiles(width=4), Tiles(256, 128), SEPARATE]
     if rows <= 512:
         alike = [Tiles(64, 256), Tiles(64, 256, apart=True), Tiles(64, 512, 2)]
         made += [replace(x, claimed=False) for x in alike]

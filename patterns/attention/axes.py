@@ -59,7 +59,8 @@ def name_axes(softmax: Softmax) -> Axes:
     rows = q - k - v
     shared = [i for i in out if i not in e and i not in rows]
     if set(shared) - (q | k | v):
-        raise Refused("axes", "no operand has this axis of the result", score=0.5)
+        text = "an axis of the result belongs to none of the queries, keys and values"
+        raise Refused("axes", text, score=0.5)
     masked = _masked(softmax, rows)
     in_order = [i for i in out if i in rows]
     t = _queries(softmax, in_order, masked)

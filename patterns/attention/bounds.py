@@ -49,8 +49,8 @@ def comparison(alg: Algebra, axes: Axes, atom: int, true: bool) -> Comparison | 
     p = alg.thaw(d[1])
     if not true:
         p = alg.add(alg.scale(p, -1.0), alg.const(-1))
-    query, p = _along(alg, p, axes.t)
-    key, p = _along(alg, p, axes.s)
+    query, p = _position_factor(alg, p, axes.t)
+    key, p = _position_factor(alg, p, axes.s)
     if not key and not query:
         key, p = _by_blocks(alg, p, axes.s)
     constant, rest = alg.split_constant(p)
@@ -62,7 +62,7 @@ def comparison(alg: Algebra, axes: Axes, atom: int, true: bool) -> Comparison | 
     return Comparison(int(query), int(key), int(constant), rest)
 
 
-def _along(alg: Algebra, p: Poly, axis: Group) -> tuple[float, Poly]:
+def _position_factor(alg: Algebra, p: Poly, axis: Group) -> tuple[float, Poly]:
     """(factor of the position along an axis, the rest) of a form.
 
     The position's digits are the axis' indices, the most significant first.
@@ -84,7 +84,7 @@ def _by_blocks(alg: Algebra, p: Poly, axis: Group) -> tuple[float, Poly]:
     ``block >= c`` exactly if ``s >= n c``.
     """
     for k in range(len(axis) - 1, 0, -1):
-        key, rest = _along(alg, p, axis[:k])
+        key, rest = _position_factor(alg, p, axis[:k])
         if abs(key) == 1:
             n = math.prod(alg.sizes[i] for i in axis[k:])
             return key, alg.add(alg.scale(rest, n), alg.const(n - 1 if key < 0 else 0))

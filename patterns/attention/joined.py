@@ -193,13 +193,13 @@ def _masked(alg: Algebra, p: Poly, flag: int) -> Poly:
 def _uses(alg: Algebra, piece: _Piece) -> dict[Any, _Use]:
     """Arrays that a piece reads along its keys, by name and axes."""
     found: dict[Any, _Use] = {}
-    for atom, inner in _leaves(alg, (*piece.weights, *piece.values), piece.key, ()):
+    for atom, inner in _keyed(alg, (*piece.weights, *piece.values), piece.key, ()):
         use = _use(alg, atom, inner, piece.key)
         found.setdefault((alg.defs[atom][1], use.slots), use)
     return found
 
 
-def _leaves(
+def _keyed(
     alg: Algebra, mono: Monomial, key: int, inner: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """(leaf with the key, contracted indices around it) in a product, at any depth."""
@@ -210,10 +210,10 @@ def _leaves(
         if kind == "leaf":
             yield a, inner
         elif kind == "exp":
-            yield from _leaves(alg, alg.defs[a][1], key, inner)
+            yield from _keyed(alg, alg.defs[a][1], key, inner)
         elif kind == "sum":
             fresh, _, body = alg.open_sum(a)
-            yield from _leaves(alg, body, key, (*inner, *fresh))
+            yield from _keyed(alg, body, key, (*inner, *fresh))
 
 
 def _use(alg: Algebra, atom: int, inner: tuple[int, ...], key: int) -> _Use:
@@ -284,7 +284,8 @@ class _Renaming:
             if self.piece.key not in alg.term_ids(flag, ()):
                 form = self.product(body, (*inner, *fresh))
                 return alg.sum_over(_masked(alg, form, flag), fresh)
-        raise OverBudget("the keys of a piece are used in another way")
+        text = "keys come from several arrays, and one of them is used in another way"
+        raise OverBudget(text)
 
     def _leaf(self, atom: int, inner: tuple[int, ...]) -> int:
         use = _use(self.alg, atom, inner, self.piece.key)

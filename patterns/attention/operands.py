@@ -50,18 +50,18 @@ def read_operands(softmax: Softmax, axes: Axes) -> Operands:
         Refused: If a factor or an addend has an axis that the op lacks.
     """
     parts, lead = softmax.parts, softmax.qk[0]
-    beside = _scale_of_scores(softmax, axes)
+    factors = _scale_of_scores(softmax, axes)
     inner = {*axes.b, *axes.k, *axes.s}
     scales = tuple(
         f for f in parts.rest if set(axes.s) <= softmax.alg.free(f[0]) <= inner
     )
     dropped = tuple(f for f in parts.rest if f not in scales)
     arrays = {
-        **_queries_and_keys(softmax, axes, beside),
+        **_queries_and_keys(softmax, axes, factors),
         "v": _values(softmax, axes, scales, 1.0 if dropped else parts.factor),
     }
-    if beside.scalar:
-        scalar = softmax.alg.monomial(beside.scalar)
+    if factors.scalar:
+        scalar = softmax.alg.monomial(factors.scalar)
         arrays["scale_factor"] = operand({(TRUE, scalar): 1.0})
     for name, found in (
         _bias(softmax, axes),
@@ -86,7 +86,7 @@ def _scale_of_scores(softmax: Softmax, axes: Axes) -> _Factors:
     if len(qk) > 1:
         if any(x.extra for x in qk):
             raise Refused(
-                "scores", "two contractions with scales of their own", score=0.6
+                "scores", "the scores add two products of different scales", score=0.6
             )
         return _Factors()
     of_queries = set(axes.t) | (set(axes.n) - set(axes.k))
@@ -102,7 +102,7 @@ def _scale_of_scores(softmax: Softmax, axes: Axes) -> _Factors:
         else:
             raise Refused(
                 "scores",
-                "scores are multiplied by a position factor",
+                "the scores are multiplied by a factor that depends on the position",
                 difference=alg.show_atom(f[0]),
                 score=0.6,
             )
@@ -110,21 +110,21 @@ def _scale_of_scores(softmax: Softmax, axes: Axes) -> _Factors:
 
 
 def _queries_and_keys(
-    softmax: Softmax, axes: Axes, beside: _Factors
+    softmax: Softmax, axes: Axes, factors: _Factors
 ) -> dict[str, Operand]:
     """Queries and keys; several contractions lie behind each other in their width."""
     alg, qk = softmax.alg, softmax.qk
     q_dtype, k_dtype = (
         max(dtypes, key=lambda d: d.itemsize)
         for dtypes in (
-            (_dtype(softmax, (*x.q, *beside.rows)) for x in qk),
-            (_dtype(softmax, (*x.k, *beside.keys)) for x in qk),
+            (_dtype(softmax, (*x.q, *factors.rows)) for x in qk),
+            (_dtype(softmax, (*x.k, *factors.keys)) for x in qk),
         )
     )
     q = tuple(
         (
             alg.scale(
-                {(TRUE, alg.monomial((*x.q, *beside.rows))): 1.0},
+                {(TRUE, alg.monomial((*x.q, *factors.rows))): 1.0},
                 alg.number(x.c / qk[0].c),
             ),
             (axes.b, axes.t, axes.n, x.d),
@@ -133,7 +133,7 @@ def _queries_and_keys(
     )
     k = tuple(
         (
-            {(TRUE, alg.monomial((*x.k, *beside.keys))): 1.0},
+            {(TRUE, alg.monomial((*x.k, *factors.keys))): 1.0},
             (axes.b, axes.s, axes.k, x.d),
         )
         for x in qk
@@ -175,7 +175,7 @@ def _bias(softmax: Softmax, axes: Axes) -> tuple[str, Operand | None]:
         raise Refused("bias", "the bias may be infinite", score=0.6)
     ids = [i for axis in axes.of_scores for i in axis]
     if alg.ids(bias) - set(ids):
-        raise Refused("bias", "the bias has an axis of its own", score=0.6)
+        raise Refused("bias", "the bias has an axis that the scores lack", score=0.6)
     _refuse_large_in_rows(softmax)
     own = softmax.find.own_form(softmax.ev, bias, ids)
     return "bias", operand(own, *axes.of_scores, full=False)

@@ -170,7 +170,7 @@ def _pool(find: Finder, name: int) -> Operand:
     node = find.graph.node_of(name)
     cut = node is not None and node.prim in LAYOUT_PRIMITIVES
     if cut or len(shape) != 4 or name in find.steps:
-        text = "pages are of a part of an array, which a kernel would copy"
+        text = "the pages are a slice of an array, which a kernel would copy first"
         raise Refused("pages", text, score=0.5)
     at = tuple(alg.new_index(n) for n in shape)
     groups = (() if i is None else (i,) for i in at)

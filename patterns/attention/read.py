@@ -19,7 +19,7 @@ from rewriter.algebra.canonicalize import TRANSPARENT, adds_zero, kind_of, value
 from rewriter.algebra.normal_form import OverBudget, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
-from rewriter.find.reading import Reading, Refused, leaves_of, split_digits
+from rewriter.find.reading import Reading, Refused, leaves_of, split_digits, unproved
 from rewriter.find.sieve import Step
 from rewriter.patterns.attention.assembly import NAME, assembled
 from rewriter.patterns.attention.blocks import (
@@ -57,7 +57,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     if not scores or find.known_empty(NAME, anchor):
         return
     if _has_a_rule(find, anchor):
-        why = "the softmax has a derivative rule of its own, which may be another one"
+        why = "the softmax has a custom rule for derivatives, which may be another one"
         find.missed(NAME, anchor, Refused("rule", why, score=0.5))
         return
     below = [
@@ -136,7 +136,7 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
                     if refusal.code not in ("rows", "terms", "weights", "unequal"):
                         break
                 except (OverBudget, RecursionError) as error:
-                    miss = miss or Refused("budget", str(error), score=0.3)
+                    miss = miss or unproved(error, 0.3)
                 if find.done(NAME, candidate):
                     return
             if (
@@ -268,7 +268,7 @@ def read(
     made = _softmax(find, ev, value, parts, form, args, how == "soft")
     reading = assembled(replace(made, mask_as_array=mask_as_array))
     if any(ev.varies(leaf) for leaf in leaves_of(reading)):
-        raise Refused("loop", "a value of one step of a loop is read", score=0.4)
+        raise Refused("loop", "a value inside one step of a loop is read", score=0.4)
     reading.in_blocks = in_blocks and not parts.at_once
     find.require_proved(ev)
     _require_addends(find, ev, reading)

@@ -75,7 +75,7 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
         return Rows("zero", notes | CHANGED)
     if softmax.ev.soft_fills:
         raise Refused(
-            "rows", "a row without keys gives something that this op cannot", score=0.8
+            "rows", "a row without keys gives a value that this op cannot", score=0.8
         )
     raise Refused(
         "rows",

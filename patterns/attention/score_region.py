@@ -82,12 +82,14 @@ class Region:
         softmax, leaf = self._softmax(ev, form, args)
         function, softmax = self._function(softmax, alg.defs[leaf][2])
         if known and (function.dense or not function.places):
-            raise Refused("bias", "its bias is an array of the program", score=0.1)
+            text = "its bias is an array of the program, which attention takes as it is"
+            raise Refused("bias", text, score=0.1)
         self._require_one_meaning(softmax, function)
         general = assembled(softmax)
         reading = self._with_function(general, function, leaf)
         if any(ev.varies(value) for value in leaves_of(reading)):
-            raise Refused("loop", "a value of one step of a loop is read", score=0.4)
+            text = "a value inside one step of a loop is read"
+            raise Refused("loop", text, score=0.4)
         find.require_proved(ev)
         return reading
 
@@ -179,7 +181,7 @@ class Region:
                 found = contracted(softmax.alg, mono, float(c), sides, keys)
                 if found is not None and not found.softcap:
                     return found
-        raise Refused("scores", "no contraction of queries and keys is read", score=0.4)
+        raise Refused("scores", "no product of queries and keys is read", score=0.4)
 
     def _require_one_meaning(self, softmax: Softmax, function: Function) -> None:
         """Refuses a row of nothing but -inf, where the program may give a number.
@@ -197,7 +199,7 @@ class Region:
             return
         steep = function.score.primitives & STEEP
         if steep or math.isinf(self._loudest(function)):
-            text = "a row of -inf alone may be guarded behind a function of scores"
+            text = "after a function of scores, rows that are all -inf may have a guard"
             raise Refused("rows", text, score=0.7)
 
     def _behind(self) -> list[Node]:

@@ -26,6 +26,7 @@ from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
     Reading,
     Refused,
+    unproved,
 )
 from rewriter.find.sieve import Step
 from rewriter.ops.score import ELEMENTWISE, NAMED
@@ -142,11 +143,11 @@ def _around(
                         if miss is None or refusal.score > miss.score:
                             miss = refusal.with_traceback(None)
                     except (OverBudget, RecursionError) as error:
-                        miss = miss or Refused("budget", str(error), score=0.3)
+                        miss = miss or unproved(error, 0.3)
                     if find.done(NAME, value):
                         return
-    told = (GENERAL, anchor.outs[0]) in find.misses  # one reason for a place
-    if miss is not None and miss.score > 0.5 and not told:
+    reported = (GENERAL, anchor.outs[0]) in find.misses  # one reason for a place
+    if miss is not None and miss.score > 0.5 and not reported:
         find.missed(NAME, anchor, miss)
 
 

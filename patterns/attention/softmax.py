@@ -169,7 +169,8 @@ def softmax_parts(
         if any(_is_divided_inside(alg, a) for a in above):
             text = "the softmax is over another axis than the keys that are summed"
             raise Refused("denominator", text, score=0.5)
-        raise Refused("denominator", "no sum of weights divides the result", score=0.3)
+        text = "the result is not divided by a sum of weights"
+        raise Refused("denominator", text, score=0.3)
     for den, num in itertools.product(below, above):
         parts = _pair(alg, den, num, values, flag)
         if parts is not None:
@@ -373,7 +374,7 @@ def exponents(
                 )
             raise Refused(
                 "scores",
-                "the scores go through something that this op lacks",
+                "the scores go through a function that this op does not have",
                 difference=alg.show_atom(atom),
                 score=0.6,
             )
@@ -382,13 +383,14 @@ def exponents(
     if not qk:
         raise Refused(
             "scores",
-            "the exponent holds no contraction of two values",
+            "the exponent is no product of queries and keys",
             difference=alg.show(bias),
             score=0.25,
         )
     qk = _joined(alg, qk)
     if len(qk) > 1 and any(x.softcap for x in qk):
-        raise Refused("softcap", "a soft cap over part of the scores", score=0.6)
+        text = "a soft cap covers only a part of the scores"
+        raise Refused("softcap", text, score=0.6)
     return tuple(qk), bias
 
 

@@ -42,7 +42,7 @@ def read_unshifted(softmax: Softmax) -> str | None:
     if softmax.parts.drop_flag != TRUE:
         raise Refused(
             "rows",
-            "weights that overflow may be left out by a choice behind the softmax",
+            "a jnp.where after the softmax may leave out weights that overflow",
             score=0.8,
             suggestion=ADVICE,
         )

@@ -63,7 +63,7 @@ def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
     else:
         smoothing = -_of_mean(alg, form, logits, v) / factor
     if not factor:
-        raise Refused("terms", "no log-sum-exp is left", score=0.3)
+        raise Refused("terms", "the loss has no log-sum-exp of the logits", score=0.3)
     if used:
         if not parts["fill"] or smoothing:
             raise Refused("masked", "some classes are left out by a mask", score=0.5)
@@ -251,7 +251,7 @@ class _Picks:
             else:
                 raise Refused(
                     "terms",
-                    "there is a term beside the log-sum-exp and picked logits",
+                    "the loss has a term besides the log-sum-exp and picked logits",
                     score=0.3 if not power else 0.4,
                     difference=alg.show({(flag, mono): c}),
                 )

@@ -24,7 +24,8 @@ def logits_operand(alg: Algebra, loss: Loss) -> dict[str, Operand]:
         and not loss.soft_cap
     )
     if not whole:
-        raise Refused("logits", "the logits are no array of the program", score=0.3)
+        text = "the program never has the logits as one array"
+        raise Refused("logits", text, score=0.3)
     rows = [(i,) for i in loss.rows]
     return {
         "logits": operand(loss.logits, *rows, (loss.v,)),

@@ -23,7 +23,7 @@ from rewriter.algebra.canonicalize.constants import affine_constant
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
-from rewriter.find.reading import Operand, Reading, Refused, split_digits
+from rewriter.find.reading import Operand, Reading, Refused, split_digits, unproved
 from rewriter.find.sieve import Step
 from rewriter.patterns.cross_entropy.form import loss_of
 from rewriter.patterns.cross_entropy.kept_alive import reader_of
@@ -100,7 +100,7 @@ def _readings(
             if miss is None or refusal.score > miss.score:
                 miss = refusal.with_traceback(None)
         except OverBudget as error:
-            miss = miss or Refused("budget", str(error), score=0.2)
+            miss = miss or unproved(error, 0.2)
     if miss is not None and (op == GIVEN or miss.code not in OF_BOTH):
         find.missed(op, anchor, miss)
 

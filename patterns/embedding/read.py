@@ -24,10 +24,10 @@ from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
     Operand,
     Reading,
-    Refused,
     flat_indices,
     operand,
     split_digits,
+    unproved,
 )
 from rewriter.program.graph import Node
 
@@ -76,7 +76,7 @@ def _proposed(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
     try:
         yield read(find, anchor, op)
     except OverBudget as error:
-        find.missed(op, anchor, Refused("budget", str(error), score=0.5))
+        find.missed(op, anchor, unproved(error, 0.5))
 
 
 def read(find: Finder, node: Node, op: str) -> Reading:

@@ -94,7 +94,8 @@ def argument(alg: Algebra, p: Poly, contraction: int) -> tuple[Monomial, Poly]:
                 if t != key and t[1] and _is_array(alg, t[1])
             }
             return key[1], rest
-    raise Refused("gate", "the activation is not of a contraction", score=0.3)
+    text = "the activation is not applied to a matrix product"
+    raise Refused("gate", text, score=0.3)
 
 
 def _is_array(alg: Algebra, mono: Monomial) -> bool:
@@ -142,7 +143,7 @@ def plain(alg: Algebra, p: Poly) -> Branch:
     if len(found) != 1 or found[0] is None or (clip != OPEN and found[0][1] != 1):
         raise Refused(
             "up",
-            "the up branch is not one contraction",
+            "the up branch is not one matrix product",
             score=0.35,
             difference=alg.show(p),
         )
@@ -170,11 +171,13 @@ def _clipped(alg: Algebra, p: Poly) -> tuple[Bounds, Poly, float]:
             return (None, -c), inner, shift
         low, inner = alg.split_constant(below)
         if more:
-            raise Refused("clip", "a clipped branch of a form not known", score=0.4)
+            text = "a branch is clipped in a way that is not known"
+            raise Refused("clip", text, score=0.4)
         return (-low, -low - c), inner, shift + low
     below, others = _relu_term(alg, rest, 1)
     if below is None or others:
-        raise Refused("clip", "a clipped branch of a form not known", score=0.4)
+        text = "a branch is clipped in a way that is not known"
+        raise Refused("clip", text, score=0.4)
     low, inner = alg.split_constant(below)
     above, others = _relu_term(alg, inner, -1)
     if above is None:
@@ -210,7 +213,7 @@ def factors(alg: Algebra, term: Monomial, args: Any, shared: set[Any]) -> Factor
     k, flag, mono = alg.open_sum(atom)
     leaves = [f for f in mono if alg.kind(f[0]) == "leaf"]
     if flag != TRUE or len(leaves) != len(mono) or len(mono) != 2:
-        raise Refused("factors", "a contraction of more than two values", score=0.3)
+        raise Refused("factors", "a product of more than two arrays", score=0.3)
     last = [i for a in args for i in flat_indices(a)]
     ranks = [
         max((last.index(i) for i in alg.free(a) if i in last), default=-1)
@@ -225,7 +228,7 @@ def factors(alg: Algebra, term: Monomial, args: Any, shared: set[Any]) -> Factor
     columns = alg.free(mono[w][0]) - set(k)
     with_w = [f for f in scales if alg.free(f[0]) <= columns]
     if len(with_w) < len(scales):
-        raise Refused("factors", "a contraction is scaled row by row", score=0.4)
+        raise Refused("factors", "a matrix product is scaled row by row", score=0.4)
     return Factors((mono[1 - w],), alg.monomial((mono[w], *with_w)), tuple(sorted(k)))
 
 

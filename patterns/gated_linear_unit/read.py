@@ -26,6 +26,7 @@ from rewriter.find.reading import (
     flat_indices,
     operand,
     split_digits,
+    unproved,
 )
 from rewriter.find.sieve import Step
 from rewriter.patterns.gated_linear_unit.activation import Activated, activated
@@ -124,7 +125,7 @@ def _of_product(
             if miss is None or refusal.score > miss.score:
                 miss = refusal.with_traceback(None)
         except OverBudget as error:
-            miss = miss or Refused("budget", str(error), score=0.2)
+            miss = miss or unproved(error, 0.2)
     return miss
 
 
@@ -171,15 +172,15 @@ def read(
     others = linear(find, up)
     if not others:
         raise Refused(
-            "up", "the other factor is not a contraction of the same value", score=0.2
+            "up", "the other factor is not a matrix product of the same x", score=0.2
         )
     if len(others) > MOST:
-        raise Refused("up", "the up branch is not one contraction", score=0.2)
+        raise Refused("up", "the up branch is not one matrix product", score=0.2)
     value = product.outs[0]
     inside = _inside(find, act, dots, others)
     if len(inside) == 1 and not _holds_both(find, *inside, value):
         raise Refused(
-            "up", "the other factor is not a contraction of the same value", score=0.2
+            "up", "the other factor is not a matrix product of the same x", score=0.2
         )
     ev = find.evaluator(value, inside=inside, roots=inside)
     args = ev.indices(value)
@@ -189,7 +190,7 @@ def read(
     sums = set(contractions(alg, up_form))
     if len(sums) > 2 or sums <= set(contractions(alg, act_form)):
         raise Refused(
-            "up", "the other factor is not a contraction of the same value", score=0.2
+            "up", "the other factor is not a matrix product of the same x", score=0.2
         )
     if sums and _goes_through(alg, up_form, sums):
         text = "both branches go through a function: a unit has one activation"
@@ -198,9 +199,11 @@ def read(
     up_branch = plain(alg, up_form)
     gate_sums = [a for a in contractions(alg, act_form) if (a, 1) not in up_branch.term]
     if not gate_sums:
-        raise Refused("gate", "the activation is not of another contraction", score=0.2)
+        text = "the activation is not applied to another matrix product"
+        raise Refused("gate", text, score=0.2)
     if len(gate_sums) > 1:
-        raise Refused("gate", "the activation is of several contractions", score=0.25)
+        text = "the activation is applied to several matrix products"
+        raise Refused("gate", text, score=0.25)
     found, more = _activated(find, act_form, gate_sums[0])
     number = alg.const(found.factor * up_branch.factor)
     outer = [p for p in (times, more, number) if p not in (None, alg.const(1.0))]
@@ -294,9 +297,7 @@ class _Assembly:
         up = factors(alg, self.up.term, self.args, shared)
         to = dict(zip(up.k, gate.k, strict=True)) if len(up.k) == len(gate.k) else {}
         if alg.subst_mono(up.x, to) != gate.x:
-            raise Refused(
-                "x", "gate and up are contractions of different values", score=0.4
-            )
+            raise Refused("x", "gate and up multiply different arrays", score=0.4)
         return gate, Factors(gate.x, alg.subst_mono(up.w, to), gate.k)
 
     def _check_axes(self, gate: Factors, up: Factors, f: tuple[int, ...]) -> None:
@@ -336,7 +337,7 @@ class _Assembly:
         if alg.ids(rows) - set(self.out):
             raise Refused("bias", "an axis of a bias is not one of the result")
         if contractions(alg, rows):
-            raise Refused("bias", "another contraction is added", score=0.4)
+            raise Refused("bias", "another matrix product is added", score=0.4)
         if bias:
             out[f"b_{name}"] = operand(bias, f)
         if rows:

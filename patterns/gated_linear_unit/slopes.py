@@ -344,7 +344,7 @@ def _factor(own: np.ndarray, usual: np.ndarray, near: float) -> float:
     most = near * abs(own[k])
     if factor and np.allclose(own, factor * usual, near, most):
         return factor
-    text = "derivatives beside its kinks are not those of the activation"
+    text = "away from its kinks, derivatives are not those of the activation"
     raise Refused("slopes", text, score=0.6)
 
 
@@ -359,9 +359,9 @@ def _argument(
     """
     alg, branch = find.algebra, side.branch
     term: Poly = {(TRUE, branch.term): 1.0}
-    wholes = [alg.add(term, branch.bias), *([term] if branch.bias else [])]
+    candidates = [alg.add(term, branch.bias), *([term] if branch.bias else [])]
     if rules_around(find.graph, side.value):
-        text = "a rule of its own for derivatives holds more than the activation"
+        text = "a custom rule for derivatives covers more than the activation"
         raise Refused("slopes", text, score=0.6)
     nearest: tuple[int, float] | None = None
     for value in _dominators(find, roots, side.value):
@@ -369,7 +369,7 @@ def _argument(
         factor = form.get((TRUE, branch.term))
         if factor is None or rules_around(find.graph, value):
             continue
-        if any(not alg.add(form, whole, -factor) for whole in wholes):
+        if any(not alg.add(form, whole, -factor) for whole in candidates):
             found = value, factor / branch.scale
             if _is_exact(found[1]):
                 return found

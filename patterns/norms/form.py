@@ -106,6 +106,4 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
                 outer = all(at[k] == inner[k] for k in range(len(at)) if k not in axes)
                 if outer and all(isinstance(at[k], int) for k in axes):
                     return axes, at
-    raise Refused(
-        "axes", "x does not appear in the result as under the root", score=0.4
-    )
+    raise Refused("axes", "the result does not hold the same x as the root", score=0.4)

@@ -154,7 +154,7 @@ def statistics(alg: Algebra, under: Poly, x: int):
     _, _, _, body = alg.defs[squares[0]]
     leaves = [(a, e) for a, e in body if alg.kind(a) == "leaf"]
     if squares[1] <= 0 or constant < 0:
-        raise Refused("root", "a negative term under the root", score=0.3)
+        raise Refused("root", "a term under the root is negative", score=0.3)
     if (
         len(body) != 1
         or not leaves

@@ -24,6 +24,7 @@ from rewriter.find.reading import (
     Refused,
     leaves_of,
     operand,
+    unproved,
 )
 from rewriter.find.sieve import Step
 from rewriter.patterns.norms.affine import affine, scale_and_bias
@@ -107,7 +108,7 @@ def _readings(
                 if node is None or not is_of_gradient(node):
                     refusals.append(refusal.with_traceback(None))
             except OverBudget as error:
-                refusals.append(Refused("budget", str(error), score=0.3))
+                refusals.append(unproved(error, 0.3))
     group = next((r for r in reversed(refusals) if r.code == "group"), None)
     if group is not None and not any("scale" in r.operands for r in readings):
         return [], group
@@ -278,7 +279,8 @@ def _is_scaled_later(find: Finder, value: int) -> bool:
 def _plain(a: Any) -> Any:
     if isinstance(a, int):
         return a
-    raise Refused("axes", "an axis of x is a digit of another", score=0.4)
+    text = "an axis of x is a part of another axis, after a reshape"
+    raise Refused("axes", text, score=0.4)
 
 
 STEPS = (Step(REDUCE), Step(ANCHORS))

@@ -26,6 +26,7 @@ from rewriter.find.reading import (
     flat_indices,
     operand,
     split_digits,
+    unproved,
 )
 from rewriter.ops.widening import SCALE
 from rewriter.patterns.quantized.steps import (
@@ -62,7 +63,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         except Refused as refusal:
             find.missed(NAME, anchor, refusal)
         except OverBudget as error:
-            find.missed(NAME, anchor, Refused("budget", str(error), score=0.5))
+            find.missed(NAME, anchor, unproved(error, 0.5))
 
 
 def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Reading]:
@@ -78,7 +79,8 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
         text = "rows are widened from few bits too: XLA may multiply these itself"
         raise Refused("rows", text, score=0.4)
     if rounded_here(find, stored, dot):
-        raise Refused("stored", "the numbers are rounded here, not stored", score=0.2)
+        text = "the program rounds the numbers itself: they are not stored in few bits"
+        raise Refused("stored", text, score=0.2)
     above = widening(find, dot.ins[side], stored)
     if any(not same_body(find, node, dot) for node, _ in above.nodes):
         text = "the matrix is widened outside of the loop that multiplies it"
@@ -193,7 +195,7 @@ class _Product:
             to = dict(zip(summed, new[len(args) :], strict=True))
             known = {k: alg.subst_index(a, to) for k, a in (known or at.bound).items()}
             args = new[: len(args)]
-        raise OverBudget("axes are split too often")
+        raise OverBudget("reshapes split the axes into too many parts")
 
     def _indices(
         self, ev: RegionEvaluator, args: tuple[Index, ...], known: Mapping[int, Index]

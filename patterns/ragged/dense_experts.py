@@ -19,6 +19,8 @@ from rewriter.program.lines import is_of_gradient
 CHOICES = frozenset({"top_k", "argmax", "approx_top_k"})
 RAGGED = frozenset({"ragged_dot_general", "ragged_dot"})
 DOT = frozenset({"dot_general"})
+ROUTERS = frozenset({"attention"})
+"""What the softmax of a router looks like, from afar."""
 REACH = 600
 SUGGESTION = (
     "sort the tokens by expert and call jax.lax.ragged_dot(tokens[order], weights, "
@@ -41,7 +43,9 @@ def near_miss(find: Finder, choice: Node) -> Refused | None:
             continue
         text = _spent(find, node, values, experts)
         if text:
-            return Refused("dense", text, score=0.6, suggestion=SUGGESTION)
+            return Refused(
+                "dense", text, score=0.6, suggestion=SUGGESTION, explains=ROUTERS
+            )
     return None
 
 

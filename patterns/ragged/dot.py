@@ -17,7 +17,14 @@ from rewriter.algebra.canonicalize import LAYOUT, ragged_axes
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
-from rewriter.find.reading import Reading, Refused, flat_indices, operand, split_digits
+from rewriter.find.reading import (
+    Reading,
+    Refused,
+    flat_indices,
+    operand,
+    split_digits,
+    unproved,
+)
 from rewriter.patterns import stored as stored_matrices
 from rewriter.patterns.ragged.dense_experts import CHOICES, RAGGED, near_miss
 from rewriter.patterns.stored import StoredMatrices, stored_above
@@ -131,7 +138,7 @@ def propose_stored(find: Finder, anchor: Node) -> Iterator[Reading]:
     except Refused as refusal:
         find.missed(OF_STORED, anchor, refusal)
     except OverBudget as error:
-        find.missed(OF_STORED, anchor, Refused("budget", str(error), score=0.5))
+        find.missed(OF_STORED, anchor, unproved(error, 0.5))
 
 
 def read_stored(find: Finder, dot: Node, numbers: int) -> Reading:

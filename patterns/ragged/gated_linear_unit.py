@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from rewriter.algebra.normal_form import TRUE, Algebra, OverBudget, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
-from rewriter.find.reading import Reading, Refused, operand
+from rewriter.find.reading import Reading, Refused, operand, unproved
 from rewriter.patterns.gated_linear_unit.activation import activated
 from rewriter.patterns.gated_linear_unit.branches import Branch
 from rewriter.patterns.gated_linear_unit.forms import every
@@ -90,7 +90,7 @@ def _proposed(
         except Refused as refusal:
             find.missed(name, anchor, refusal)
         except OverBudget as error:
-            find.missed(name, anchor, Refused("budget", str(error), score=0.2))
+            find.missed(name, anchor, unproved(error, 0.2))
 
 
 def _rounded(find: Finder, value: int) -> int:
@@ -116,7 +116,7 @@ def read(find: Finder, unit: Unit) -> Reading:
     x, w, sizes = _operands(find, gate_dot)
     also = _operands(find, up_dot)
     if (x, sizes) != (also[0], also[2]):
-        raise Refused("x", "gate and up are of other rows or groups", score=0.3)
+        raise Refused("x", "gate and up have different rows or groups", score=0.3)
     if g.shape(value)[0] != g.shape(x)[0]:
         raise Refused("rows", "some rows of the ragged dots are left out", score=0.3)
     leaves = dict.fromkeys((x, w, also[1], sizes))
@@ -202,7 +202,8 @@ def _branches(alg: Algebra, act: Poly, up: Poly) -> _Branches:
         or len(gates) != 1
         or gates[0] == own[0]
     ):
-        raise Refused("gate", "the activation is not of another ragged dot", score=0.2)
+        text = "the activation is not applied to another ragged dot"
+        raise Refused("gate", text, score=0.2)
     return _Branches(gates[0], *own)
 
 

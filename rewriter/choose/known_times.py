@@ -50,6 +50,8 @@ def fastest_known(
     look = _looking(spec, config, kernels, device)
     for simulated in (False, True):
         found, origin = look(passes, ESTIMATES if simulated else ())
+        if not found:
+            continue
         if any(spellings(found)):
             found = of_spelling(found, spelling())
         found = tuple(choose_sum.with_reading(m, longer) for m in found)

@@ -184,6 +184,8 @@ def _choices(
             choice = replace(choice, not_chosen=(*choice.not_chosen, *refused))
         choices.append(choice)
     replaced = [f for f, c in zip(facts, choices, strict=True) if c.kernel != XLA]
+    if not replaced:
+        return choices
     needed = still_needed(graph, replaced)
     choices = [
         _unless_read(f, choice, f in needed)

@@ -1,4 +1,4 @@
-"""A kernel and a use in, whether it may be chosen there out, with reasons."""
+"""Says which kernels may be chosen for a use, and why others may not."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from rewriter.algebra.canonicalize import Evaluator, NeedSplit, kind_of
 from rewriter.algebra.emit import Emitter
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.emitted_anew import require_own
-from rewriter.find.reading import Operand, Reading, Refused, leaves_of
+from rewriter.find.reading import Operand, Reading, Refused, leaves_of, unproved
 from rewriter.find.reference import referenced
 from rewriter.ops.kernel import Spec, spec_of
 from rewriter.ops.op import Op
@@ -48,7 +48,7 @@ def check(graph: Graph, op: Op, reading: Reading) -> tuple[Spec | None, Refused 
     except Refused as refusal:
         return None, refusal.with_traceback(None)
     except OverBudget as error:
-        return None, Refused("budget", str(error), score=0.7)
+        return None, unproved(error, 0.7)
     if not difference:
         return spec, None
     return None, Refused(

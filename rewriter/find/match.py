@@ -267,11 +267,11 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: Memory) -> list[Ma
             continue
         covered = memory.covered.setdefault(pattern.name, set())
         if reading.value in covered:
-            beside = reading.may_be_inside and is_read_elsewhere(
+            elsewhere = reading.may_be_inside and is_read_elsewhere(
                 find.graph, reading.value, covered, memory.out
             )
-            inside.append((reading, beside))
-            if not beside:
+            inside.append((reading, elsewhere))
+            if not elsewhere:
                 continue
         spec, problem = check(find.graph, pattern.op, reading)
         if problem is not None:
@@ -344,11 +344,11 @@ def _inside_first(found: list[Match]) -> list[Match]:
 def _ways(
     graph: Graph, anchor: Node, inside: Iterable[tuple[Reading, bool]]
 ) -> Iterator[tuple[tuple[Way, ...], bool]]:
-    """The ways to results inside of matches, and whether each is read beside."""
-    for reading, beside in inside:
+    """The ways to results inside of matches, and whether each is read elsewhere."""
+    for reading, elsewhere in inside:
         path = way(graph, anchor.outs, reading.value)
         if reading.may_be_inside and path is not None:
-            yield path, beside
+            yield path, elsewhere
 
 
 def _match(find, pattern, anchor, reading, spec, value, leaves, inner, found) -> Match:
@@ -435,12 +435,12 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
     for node in map(find.graph.node_of, tuple(used)):
         if node is not None and node.prim in LOOPS:  # a loop that is replaced
             used |= body_values(node)
-    dense = any(refusal.code == "dense" for _, refusal in find.misses.values())
+    explained = {op for _, refusal in find.misses.values() for op in refusal.explains}
     for (op, value), (anchor, refusal) in find.misses.items():
         if value in used or refusal.score < 0.3:
             continue
-        if op == "attention" and refusal.score < 0.5 and dense:
-            continue  # a router's softmax
+        if op in explained and refusal.score < 0.5:
+            continue
         where = find.where(anchor)
         yield NearMiss(
             op,

@@ -18,7 +18,7 @@ class Proved:
 
     Attributes:
         templates: The matches.
-        inside: The ways to results inside of them, and whether each is read beside.
+        inside: The ways to results inside of them, and whether each is read elsewhere.
     """
 
     templates: tuple[Template, ...]
@@ -27,10 +27,12 @@ class Proved:
     def is_like(
         self, graph: Graph, anchor: Node, inner: Set[int], out: Escapes
     ) -> bool:
-        """Whether the same results inside are read beside at another anchor."""
-        for path, beside in self.inside:
+        """Whether the same results inside are read elsewhere at another anchor."""
+        for path, elsewhere in self.inside:
             value = go(graph, anchor.outs, path)
-            if value is None or is_read_elsewhere(graph, value, inner, out) != beside:
+            if value is None:
+                return False
+            if is_read_elsewhere(graph, value, inner, out) != elsewhere:
                 return False
         return True
 

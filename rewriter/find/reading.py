@@ -21,7 +21,17 @@ Group = tuple[int, ...]
 
 
 class Refused(Exception):
-    """A pattern's refusal of a region, with what is different about it."""
+    """A pattern's refusal of a region, with what is different about it.
+
+    Attributes:
+        code: A short stable name.
+        text: The reason, as of `rewriter.support.verdict.Reason`.
+        difference: The part of the form that differs.
+        score: How near it is to the op, from 0 to 1.
+        suggestion: What the user may change.
+        explains: Other ops of which the program has far-off look-alikes for the same
+            reason; those are not reported.
+    """
 
     def __init__(
         self,
@@ -31,10 +41,21 @@ class Refused(Exception):
         difference: str = "",
         score: float = 0.5,
         suggestion: str = "",
+        explains: frozenset[str] = frozenset(),
     ):
         super().__init__(text)
         self.code, self.text, self.difference = code, text, difference
-        self.score, self.suggestion = score, suggestion
+        self.score, self.suggestion, self.explains = score, suggestion, explains
+
+
+def unproved(error: OverBudget, score: float) -> Refused:
+    """Returns the refusal of a region whose proof stopped.
+
+    Args:
+        error: What it stopped at.
+        score: How near the region is to the op, from 0 to 1.
+    """
+    return Refused("budget", f"not proved: {error}", score=score)
 
 
 @dataclass(frozen=True)
@@ -244,7 +265,7 @@ def flat_indices(a: Index) -> list[int]:
         return [a]
     if a[0] == "cat":
         return flat_indices(a[1]) + flat_indices(a[2])
-    raise OverBudget("an output axis is not a product of indices")
+    raise OverBudget("an axis of the result mixes axes in a way that is not known")
 
 
 def split_digits(

@@ -222,7 +222,11 @@ class _Forms:
                 if names.isdisjoint(foreign):
                     kept[flag, mono] = c
                 elif cotangent in names:
-                    raise OverBudget("a share of other ops that is no addend")
+                    text = (
+                        "a part of the gradient comes from other ops, and "
+                        "is not simply added"
+                    )
+                    raise OverBudget(text)
             return kept
 
         return self.leaf_of((value,), known, own)

@@ -101,10 +101,10 @@ def _only_readers(graph: Graph, value: int, returned: Set[int]) -> Iterator[_Ste
 
 def _same(one: _Step, other: _Step) -> bool:
     """Whether two steps are equal, including their numbers."""
-    beside = [[i for i in s.node.ins if i != s.value] for s in (one, other)]
+    others = [[i for i in s.node.ins if i != s.value] for s in (one, other)]
     at = [s.node.ins.index(s.value) for s in (one, other)]
     same = one.node.signature == other.node.signature
-    return same and beside[0] == beside[1] and at[0] == at[1]
+    return same and others[0] == others[1] and at[0] == at[1]
 
 
 def _copies(match: Match, node: Node) -> int:

@@ -170,7 +170,7 @@ class Race:
         """
         with self._stage("drawn inputs"):
             drawn = inputs(self.task, self.on)
-            drawn, note = self._leaves(drawn) if wanted else (drawn, "")
+            drawn, note = self._with_leaves(drawn) if wanted else (drawn, "")
         exact = self._reference()
         if not wanted:
             (truth,) = self._compiled_by_xla(drawn, exact)
@@ -182,7 +182,7 @@ class Race:
         truth, own = self._compiled_by_xla(drawn, exact, self._xla(drawn, note))
         return drawn, truth, replace(own, note=note)
 
-    def _leaves(self, drawn: tuple[Inputs, ...]) -> tuple[tuple[Inputs, ...], str]:
+    def _with_leaves(self, drawn: tuple[Inputs, ...]) -> tuple[tuple[Inputs, ...], str]:
         """The inputs with leaves for the user's own equations, or why not."""
         if self.task.written is None:
             return drawn, _instead(self.task.unwritten)

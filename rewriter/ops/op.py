@@ -48,7 +48,7 @@ class Ring:
 
     Attributes:
         letter: The letter along which these operands are split; the result lacks it.
-        beside: The letter of the result that is split over the same devices.
+        rows: The letter of the result that is split over the same devices.
         passed: The operands that are passed on.
         moving: The operands whose gradients `backward` returns.
         supports: ``supports(spec, count)`` says, with reasons, whether it supports a
@@ -67,7 +67,7 @@ class Ring:
     """
 
     letter: str
-    beside: str
+    rows: str
     passed: tuple[str, ...]
     moving: tuple[str, ...]
     supports: Callable[..., Verdict] = field(repr=False)

@@ -18,7 +18,7 @@ from rewriter import errors
 from rewriter.kernels.index import OPS
 from rewriter.ops.kernel import Kernel
 from rewriter.ops.op import Op
-from rewriter.patterns.index import LOOK_ALIKES, PATTERNS
+from rewriter.patterns.index import COUNTED, LOOK_ALIKES, PATTERNS
 from rewriter.support.source_line import source_line
 
 REFERENCE = "reference"
@@ -117,6 +117,10 @@ class Registry:
         """Returns the names of all ops, sorted; loads nothing."""
         shipped = OPS if self.builtin else ()
         return tuple(sorted({*self._ops, *shipped}))
+
+    def counted(self) -> tuple[str, ...]:
+        """Returns the shipped ops that a report counts even where there is none."""
+        return COUNTED if self.builtin else ()
 
     def kernel(self, op: str, name: str) -> Kernel | None:
         """Returns a kernel of an op, or ``None`` for its reference.

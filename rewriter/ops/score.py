@@ -296,6 +296,6 @@ def _looked_up(table: Any, index: Any, fill: Any = None) -> Any:
         found = found.reshape(places.shape)
     if fill is None:
         return found
-    beside = lax.stop_gradient(found)
-    other = beside if fill == BESIDE else jnp.asarray(fill, found.dtype)
+    nearest = lax.stop_gradient(found)
+    other = nearest if fill == BESIDE else jnp.asarray(fill, found.dtype)
     return jnp.where(index < 0, other, found)

@@ -27,7 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.ops.cost import Cost, Dtypes, Shapes
+from rewriter.ops.cost import Dtypes, Shapes
+from rewriter.ops.form import Form, special_form
 from rewriter.ops.kernel import Spec
 from rewriter.ops.op import Op, Operand, Sharding, Stored
 from rewriter.ops.widening import by_steps
@@ -68,20 +69,17 @@ def stored_form(op: Op, name: str, about: str) -> Op:
         name: The form's name, in reports and measurements.
         about: What it computes, in one line.
     """
-    return dataclasses.replace(
-        op,
-        name=name,
-        form_of=op.name,
-        about=about,
+    drawn = functools.partial(_drawn, op)
+    form = Form(
         operands=(*map(_of_numbers, op.operands), *_scales(op)),
-        reference=functools.partial(_computed, op, op.reference),
-        flat=False,
-        general=op.general and functools.partial(_computed, op, op.general),
-        cost=op.cost and functools.partial(_cost, op),
+        compute=functools.partial(_computed, op),
+        sizes=functools.partial(_sizes, added_by(op)),
         sharding=functools.partial(_sharding, op),
-        sample=op.sample and functools.partial(_drawn, op, op.sample),
-        distributions=op.distributions and functools.partial(_distributions, op),
+        sample=drawn,
+        distributions=op.distributions
+        and functools.partial(_distributions, drawn, op.distributions),
     )
+    return special_form(op, name, about, form)
 
 
 # ---------------------------------------------------------------------- widening
@@ -233,18 +231,12 @@ def _sharding(op: Op, params: Mapping[str, Any]) -> Sharding | None:
     return dataclasses.replace(rule, dims=dims, follows=follows)
 
 
-def _cost(
-    op: Op,
-    shapes: Shapes,
-    dtypes: Dtypes,
-    params: Mapping[str, Any],
-    mode: str = "forward",
-) -> Cost:
-    """Operations of the op, and bytes of the stored numbers; scales do not count."""
-    scales = added_by(op)
-    assert op.cost is not None
-    own = {n: s for n, s in shapes.items() if n not in scales}
-    return op.cost(own, dtypes, params, mode)
+def _sizes(
+    scales: set[str], shapes: Shapes, dtypes: Dtypes, params: Mapping[str, Any]
+) -> tuple[Shapes, Dtypes]:
+    """Those of the stored numbers, whose bytes are read; scales do not count."""
+    del params
+    return {n: s for n, s in shapes.items() if n not in scales}, dtypes
 
 
 # ---------------------------------------------------------------------- samples
@@ -266,11 +258,13 @@ def numbers_of(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
-def _distributions(op: Op, operands: Mapping[str, Any]) -> dict[str, Any]:
+def _distributions(
+    drawn: Callable[..., Any],
+    of_op: Callable[..., Mapping[str, Any]],
+    operands: Mapping[str, Any],
+) -> dict[str, Any]:
     """The op's ways to draw operands, by name."""
-    assert op.distributions is not None
-    draws = op.distributions(operands)
-    return {name: functools.partial(_drawn, op, draw) for name, draw in draws.items()}
+    return {n: functools.partial(drawn, draw) for n, draw in of_op(operands).items()}
 
 
 def _drawn(

@@ -56,7 +56,7 @@ class Region:
         graph: The program.
         inputs: The values that the equations begin with.
         outputs: The values that they compute.
-        beside: Says which other values are inputs too, once they are met.
+        also_input: Says which other values are inputs too, once they are met.
 
     Raises:
         NotTaken: If they cannot be extracted.
@@ -67,11 +67,11 @@ class Region:
         graph: Graph,
         inputs: Sequence[int],
         outputs: Sequence[int],
-        beside: Callable[[int], bool] = lambda value: False,
+        also_input: Callable[[int], bool] = lambda value: False,
     ):
         self.graph = graph
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self._beside = beside
+        self._is_input = also_input
         self.steps: list[tuple[Any, tuple[Any, ...], tuple[int | None, ...]]] = []
         self.consts: dict[int, Any] = {}
         self._known = set(inputs)
@@ -83,7 +83,7 @@ class Region:
         if value in self._known:
             return
         self._known.add(value)
-        if self._beside(value):
+        if self._is_input(value):
             self.inputs = (*self.inputs, value)
             return
         if value in self.graph.constants:

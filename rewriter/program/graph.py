@@ -340,10 +340,10 @@ class Graph:
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
 
-    def _written_by(self, wholes: Sequence[int]) -> dict[int, int]:
+    def _written_by(self, stacked: Sequence[int]) -> dict[int, int]:
         """What the loops that stacked some arrays read at each step."""
         found: dict[int, int] = {}
-        for value in wholes:
+        for value in stacked:
             node = self.node_of(value)
             if node is not None and node.prim == "scan":
                 found |= self.slices.get(node.outs[-1], {})

@@ -15,7 +15,7 @@ from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
 from rewriter.measure.measurement import time_text
 from rewriter.ops.device import of
-from rewriter.ops.registry import look_alikes
+from rewriter.ops.registry import look_alikes, registry
 from rewriter.program.collectives import Collectives, collectives_of
 from rewriter.program.graph import Graph
 from rewriter.program.propagation import Placement
@@ -34,17 +34,11 @@ from rewriter.reports.rows import (
     widths_of,
 )
 from rewriter.rewrite.passes.aligned_products import Aligned
-from rewriter.rewrite.passes.checkpoint_savings import Kept
+from rewriter.rewrite.passes.checkpoint_savings import Saved
 from rewriter.rewrite.passes.flops import SITES
 from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.plan import Site
 from rewriter.support.verdict import Reason
-
-COUNTED = (
-    "attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot",
-    "linear_cross_entropy", "cross_entropy", "embedding",
-)  # fmt: skip
-
 
 ASCII = str.maketrans({
     "✓": "+", "✗": "!", "×": "x", "→": ">", "−": "-", "·": ";", "≥": ">=",
@@ -99,8 +93,8 @@ class Report:
     key: Key | None = field(default=None, repr=False)
     placement: Placement | None = field(default=None, repr=False)
     stacks: tuple[Stacks, ...] = ()
-    kept: tuple[Kept, ...] = ()
-    offered: tuple[Kept, ...] = ()
+    kept: tuple[Saved, ...] = ()
+    offered: tuple[Saved, ...] = ()
     aligned: tuple[Aligned, ...] = ()
 
     def counts(
@@ -115,7 +109,7 @@ class Report:
             backward: Count only sites whose gradient was found as well.
             replaced: Count only sites that a kernel replaces.
         """
-        found = Counter(dict.fromkeys(COUNTED, 0))
+        found = Counter(dict.fromkeys(registry().counted(), 0))
         for site in self.sites:
             if site.backward >= backward and site.replaced >= replaced:
                 for op in site.parts or (site.op,):
@@ -321,14 +315,14 @@ def _beside_sites(report: Report, widths: tuple[int, ...]) -> Iterator[str]:
         yield from _stacks_lines(stacks, widths)
 
 
-def _kept_row(same: Sequence[Kept]) -> tuple[str, str, str, str]:
+def _kept_row(same: Sequence[Saved]) -> tuple[str, str, str, str]:
     flops, count = sum(k.flops for k in same), sum(k.turns for k in same)
     memory = size(sum(k.bytes for k in same))
     text = f"kept for gradients in {memory}: {flops / 1e12:.3g} TFLOP less"
     return same[0].what, f"×{count}", same[0].where, text
 
 
-def _offer(offered: Sequence[Kept]) -> str:
+def _offer(offered: Sequence[Saved]) -> str:
     flops, memory = (sum(getattr(k, n) for k in offered) for n in ("flops", "bytes"))
     best = max(offered, key=lambda k: k.flops / k.bytes)
     first = sum(k.bytes for k in offered if k.what == best.what)

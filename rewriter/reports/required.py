@@ -13,18 +13,16 @@ LEFT_TO_XLA = (
 NOT_FOUND = "The lines above say why; report.why_not({op!r}) has all of it"
 
 
-def check_required(report: Report, required: Requirements | None) -> None:
+def check_required(report: Report, required: Requirements) -> None:
     """Raises if fewer sites were found or replaced than required.
 
     Args:
         report: What was found, and replaced.
-        required: What ``require=`` was given; None requires nothing.
+        required: What ``require=`` was given.
 
     Raises:
         RequirementNotMet: With the counts, every reason, and what to do.
     """
-    if required is None:
-        return
     short, op, next_step = _shortfalls(report, required)
     if short:
         raise RequirementNotMet(

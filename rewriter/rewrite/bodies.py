@@ -1,4 +1,4 @@
-"""What must become of each body for replacements to stand: decided before any is made.
+"""Decides how each body must change, before replacements are written into it.
 
 A body with a replacement is written anew, and so are those around it. A call is inlined
 where a replacement reads values on its other side. A body that cannot be inlined is

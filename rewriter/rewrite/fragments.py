@@ -141,21 +141,21 @@ def _with_residuals(
         parts = _jax.linearized(code, avals, order)
         if parts is not None and all(a.shape for a in parts.known.out_avals[1:]):
             return parts.known, parts
-    kept: list[_Kept] = []
+    kept: list[_Pullback] = []
 
     def with_residuals(*given: jax.Array) -> list[jax.Array]:
         # Each device has its own part of a gradient; the program adds them up.
         arrays = _jax.vary_alike(given)
         out, function = gradient_function(code, arrays, list(order))
         saved, tree = jax.tree.flatten(function)
-        kept.append(_Kept(tree, tuple(jnp.ndim(x) == 0 for x in saved)))
+        kept.append(_Pullback(tree, tuple(jnp.ndim(x) == 0 for x in saved)))
         return [out, *(x if jnp.ndim(x) else x.reshape(1) for x in saved)]
 
     return _jax.trace_placed(with_residuals, avals), kept[-1]
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Pullback:
     """A function of `jax.vjp`, without its arrays.
 
     Attributes:

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
 from rewriter.rewrite.passes.aligned_products import Aligned
-from rewriter.rewrite.passes.checkpoint_savings import Kept
+from rewriter.rewrite.passes.checkpoint_savings import Saved
 from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.plan import Site
 from rewriter.rewrite.replacements import Pair
@@ -43,7 +43,7 @@ class Rewritten:
     seconds: Mapping[str, float] = field(default_factory=dict)
     key: Key | None = None
     stacks: tuple[Stacks, ...] = ()
-    kept: tuple[Kept, ...] = ()
-    offered: tuple[Kept, ...] = ()
+    kept: tuple[Saved, ...] = ()
+    offered: tuple[Saved, ...] = ()
     pairs: tuple[Pair, ...] = ()
     aligned: tuple[Aligned, ...] = ()

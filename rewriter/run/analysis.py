@@ -7,6 +7,7 @@ A failure inside the rewriter leaves the program as it was, with a warning. With
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import warnings
@@ -109,6 +110,8 @@ class Analysis:
     def inner_of(self, args: Any, kwargs: Any) -> Any:
         """The function under ``jax.jit``, watched if flax.nnx may lose its changes."""
         inner = self.inner
+        if nnx_state.FLAX not in sys.modules:
+            return inner
         if nnx_state.is_flaxs(_jax.jitted_function(inner)):
             return inner
         if not nnx_state.variables(trace.split_static(inner, args, kwargs)[0]):
@@ -275,7 +278,8 @@ def analyze(
         aligned=rewritten.aligned,
     )
     _log(report)
-    check_required(report, config.require)
+    if config.require is not None:
+        check_required(report, config.require)
     return Record(traced, rewritten, Bound.of(rewritten.closed_jaxpr), report)
 
 

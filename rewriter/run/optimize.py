@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
@@ -31,6 +32,9 @@ from rewriter.run.analysis import Analysis, Record, check_patterns
 from rewriter.run.called import Called, called
 
 log = logging.getLogger("rewriter.optimize")
+
+FRAMEWORKS = (nnx_state.FLAX, equinox_modules.EQUINOX)
+"""Packages whose objects mean more than trees of arrays, once they are imported."""
 
 
 class Optimized(Protocol):
@@ -244,9 +248,9 @@ class Maker:
 
     def _of_framework(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The function that knows what a framework means, and positional arguments."""
-        theirs = self.called.made_of[1]
-        if nnx_state.is_flaxs(self.fn):
+        if sys.modules.keys().isdisjoint(FRAMEWORKS) or nnx_state.is_flaxs(self.fn):
             return None
+        theirs = self.called.made_of[1]
         if (module := nnx_state.own_module(self.fn)) is not None:
             method = nnx_state.unbound(self.fn)
             options = equinox_modules.behind(theirs)

@@ -39,7 +39,11 @@ PASSES = (
     Pass("graph", steps.make_graph),
     Pass("match", steps.find_sites),
     Pass("special_forms", steps.prefer_special_forms),
-    Pass("composites", steps.choose_composites),
+    Pass(
+        "composites",
+        steps.choose_composites,
+        lambda p: any(m.op.parts for m in p.matches),
+    ),
     Pass("gradients", steps.find_gradients, optional=True),
     Pass("shards", steps.split_over_devices, lambda p: p.spread),
     # Choose and replace: a kernel for each site, and the site in the program.
@@ -48,7 +52,12 @@ PASSES = (
     Pass("remember", steps.remember_pairs, lambda p: p.compared),
     Pass("unfold", steps.write_equal_layers, lambda p: p.folded is not None),
     # Improve what is around the sites.
-    Pass("checkpoint_savings", steps.save_in_checkpoints, optional=True),
+    Pass(
+        "checkpoint_savings",
+        steps.save_in_checkpoints,
+        lambda p: p.replaced or p.config.checkpoint_memory > 0,
+        optional=True,
+    ),
     Pass(
         "residual_adds",
         steps.add_residuals_in_kernels,

@@ -16,7 +16,7 @@ from rewriter.program.fold import Folded
 from rewriter.program.propagation import Placement
 from rewriter.rewrite.origins import Origins
 from rewriter.rewrite.passes.aligned_products import Aligned
-from rewriter.rewrite.passes.checkpoint_savings import Kept
+from rewriter.rewrite.passes.checkpoint_savings import Saved
 from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.replacements import Pair
 from rewriter.site.facts import Facts
@@ -66,8 +66,8 @@ class Program:
     plan: Plan = field(default_factory=Plan)
     origins: Origins | None = None
     pairs: tuple[Pair, ...] = ()
-    kept: tuple[Kept, ...] = ()
-    offered: tuple[Kept, ...] = ()
+    kept: tuple[Saved, ...] = ()
+    offered: tuple[Saved, ...] = ()
     stacks: tuple[Stacks, ...] = ()
     aligned: tuple[Aligned, ...] = ()
 

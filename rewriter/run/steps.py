@@ -72,7 +72,7 @@ def prefer_special_forms(program: Program) -> Program:
     assert program.found is not None
     config = program.config
     matches = prefer_special_ops(program.found, config, target_of(config))
-    return replace(program, matches=matches)
+    return replace(program, matches=matches, facts=tuple(map(Facts, matches)))
 
 
 def choose_composites(program: Program) -> Program:
@@ -80,8 +80,7 @@ def choose_composites(program: Program) -> Program:
     matches = with_composites(
         program.walks, program.matches, program.config, program.placement
     )
-    facts = tuple(Facts(m) for m in matches)
-    return replace(program, matches=matches, facts=facts)
+    return replace(program, matches=matches, facts=tuple(map(Facts, matches)))
 
 
 def find_gradients(program: Program) -> Program:

@@ -135,8 +135,8 @@ def verify(
     """Returns a function that compares ``fn`` rewritten with ``fn`` as written.
 
     Both run on the given arguments, on the same numbers in other places, and on probes
-    made from them: zeros, equal values, huge, tiny and infinite ones, masks of one
-    value, ends of integer types. The
+    made from them. Probes hold zeros, equal values, huge, tiny and infinite ones, masks
+    of one value, and ends of integer types. The
     reference is a float64 run of the original. Where that is far from what the original
     gives in its own types, it is the original. Each row of each result is compared with
     it, and so is each kind of site, with all equations that lead to it. The rewritten

@@ -39,12 +39,12 @@ def in_front(
         None.
     """
     where, add = body.made_at(h), body.maker(h)
-    beside = [r for r in body.readers(h) if r != position]
-    if add is None or not _adds(add, h) or not beside:
+    others = [r for r in body.readers(h) if r != position]
+    if add is None or not _adds(add, h) or not others:
         return None
     if any(_is_product(v, lambda v: _made(body, v)) for v in add.invars):
         return None
-    if beside[0] > position:
+    if others[0] > position:
         return where, position
     if all(body.made_at(v) < where for v in others):
         return where, where

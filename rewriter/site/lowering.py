@@ -26,10 +26,10 @@ log = logging.getLogger("rewriter.site")
 NOWHERE = "several devices"
 """Stands for a platform where the reference runs instead of any kernel."""
 
-Made = Callable[..., Callable[..., Any]]
+FunctionOf = Callable[..., Callable[..., Any]]
 """``made(kernel, **params)`` returns the function that an equation computes."""
 
-_MADE: dict[Primitive, Made] = {}
+_FUNCTIONS: dict[Primitive, FunctionOf] = {}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -40,7 +40,7 @@ def _implementation(
     values = dict(params)
     use: Use = values["use"]
     kernel = None if platform == NOWHERE else use.kernel(platform)
-    function = _MADE[primitive](kernel, **values)
+    function = _FUNCTIONS[primitive](kernel, **values)
 
     def run(*args: Any) -> Any:
         return function(*args)
@@ -141,7 +141,7 @@ def _evaluate(primitive: Primitive, *args: Any, **params: Any) -> Any:
     return _eager(primitive, key)(*args)
 
 
-def register(primitive: Primitive, aval: Any, batched: Any, made: Made) -> None:
+def register(primitive: Primitive, aval: Any, batched: Any, made: FunctionOf) -> None:
     """Sets the rules of a primitive of sites, except those of differentiation.
 
     Args:
@@ -150,7 +150,7 @@ def register(primitive: Primitive, aval: Any, batched: Any, made: Made) -> None:
         batched: Its rule for `jax.vmap`.
         made: Builds the function that it computes.
     """
-    _MADE[primitive] = made
+    _FUNCTIONS[primitive] = made
     primitive.def_impl(functools.partial(_evaluate, primitive))
     primitive.def_abstract_eval(aval)
     batching.primitive_batchers[primitive] = batched

@@ -124,7 +124,7 @@ class Around:
                 )
         own, rule = self.params, self.op.spread(self.params)
         if rule is not None and rule.local is not None:
-            parts = {self.ring.beside: Part(jax.lax.axis_index(axes), count)}
+            parts = {self.ring.rows: Part(jax.lax.axis_index(axes), count)}
             operands, own = rule.local(operands, own, parts)
         plain = self.op.general or self.op.reference
         return plain(**operands, **own)

@@ -167,7 +167,7 @@ def _in_a_ring(
     They must be split like the result, into equal parts.
     """
     ring = rule.ring
-    axes = chosen.get(ring.beside, ()) if ring else ()
+    axes = chosen.get(ring.rows, ()) if ring else ()
     if ring is None or not axes:
         return None
     for name in {*ring.moving} & {*ring.passed}:

@@ -21,7 +21,7 @@ class Kinds(tuple[bool, ...]):
     """Which results of a call are floats."""
 
 
-class Made(NamedTuple):
+class Output(NamedTuple):
     """What a call gives, and how cotangents go back through it.
 
     Attributes:
@@ -42,7 +42,7 @@ class Made(NamedTuple):
 
 
 def with_vjp(fast: Any) -> Any:
-    """Returns the function of a call's arguments that gives a `Made`.
+    """Returns the function of a call's arguments that gives a `Output`.
 
     Its first argument says of which arrays gradients are asked for.
 
@@ -53,7 +53,7 @@ def with_vjp(fast: Any) -> Any:
     @functools.partial(jax.jit, static_argnums=0)
     def run(
         which: tuple[bool, ...], call: Any, state: State, key: Any, arrays: list[Any]
-    ) -> Made:
+    ) -> Output:
         def floats_of(params: Any, given: list[Any]) -> Any:
             rest, pairs = iter(given), zip(which, arrays, strict=True)
             inputs = [next(rest) if asked else array for asked, array in pairs]
@@ -66,13 +66,16 @@ def with_vjp(fast: Any) -> Any:
 
         given = [a for asked, a in zip(which, arrays, strict=True) if asked]
         floats, pull, rest = jax.vjp(floats_of, state.params, given, has_aux=True)
-        return Made(floats, pull, *rest)
+        return Output(floats, pull, *rest)
 
     return run
 
 
 def recorded(
-    made: Made, names: list[str], read: Sequence[int], inputs: Sequence[torch.Tensor]
+    made: Output,
+    names: list[str],
+    read: Sequence[int],
+    inputs: Sequence[torch.Tensor],
 ) -> Any:
     """Returns a call's floats as tensors that autograd goes back through.
 
@@ -99,7 +102,7 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, made: Made, names: Any, read: Any, *inputs: Any) -> Any:
+    def forward(ctx: Any, made: Output, names: Any, read: Any, *inputs: Any) -> Any:
         """Returns the results as tensors."""
         ctx.set_materialize_grads(False)
         ctx.pull, ctx.names, ctx.read = made.pull, names, read

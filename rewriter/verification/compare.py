@@ -121,10 +121,10 @@ def compared(
     silent, count = [], 0
     others = draws(leaves, pair.deciding, again)
     for probe in [*others, *probes(leaves, pair.deciding, names)[:most]]:
-        told = frozenset(d.result for d in differences)
-        if len(told) == len(verdicts):
+        reported = frozenset(d.result for d in differences)
+        if len(reported) == len(verdicts):
             break
-        found = pair.on(probe.of(leaves), probe, told)
+        found = pair.on(probe.of(leaves), probe, reported)
         count += probe not in others
         if found is None:
             silent.append(probe.name)
@@ -173,7 +173,7 @@ class _Both:
         self,
         leaves: Sequence[Any],
         probe: Probe | None = None,
-        told: frozenset[int] = frozenset(),
+        reported: frozenset[int] = frozenset(),
         always: bool = False,
     ) -> Any:
         """The verdict on each result; None if the original gives no number.
@@ -190,7 +190,7 @@ class _Both:
         unit = max(self.unit, _unit(arguments))
         return [
             Verdicts()
-            if k in told
+            if k in reported
             else judged(
                 a,
                 b,

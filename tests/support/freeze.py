@@ -1,13 +1,15 @@
 """Writes what the rewriter does to many programs, to compare before and after a change.
 
-    python -m tests.support.freeze write FOLDER [--only GLOB] [--corpus]
+    python -m tests.support.freeze write FOLDER [--only GLOB] [--corpus] [--kernels]
     python -m tests.support.freeze compare BEFORE AFTER
 
 ``write`` makes one file for each spelling, and for each public model with
 ``--corpus`` (which needs the package ``corpus`` on the path). A file holds four forms
 of the program: forward, gradient, sharded over two devices, and exported. Each form
 has the report as JSON, as it is on an H100, and the text of the rewritten program with
-kernels forced. Times and addresses are left out. ``compare`` prints the names whose
+kernels forced. Times and addresses are left out. With ``--kernels`` there is a file for
+each use of each op instead: what its kernels say of it, and the text of what they
+compute. ``compare`` prints the names whose
 files differ, and ends with status 1 if there are any.
 """
 
@@ -24,6 +26,8 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from tests.support.freeze_kernels import kernels
 
 ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 PLACE = re.compile(r"/[\w./-]*/(?=(rewriter|kernels|patterns|tests)/)")
@@ -142,17 +146,25 @@ def frozen(make: Callable[[], tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:
     return made
 
 
-def write(folder: pathlib.Path, only: str, corpus: bool) -> int:
-    """Writes a file for each program; returns how many."""
+def programs(corpus: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields the name of each program, and what makes its forms."""
+    for name, make in (*spellings(), *(models() if corpus else ())):
+        yield name, lambda make=make: frozen(make)
+
+
+def write(
+    folder: pathlib.Path, only: str, written: Iterator[tuple[str, Callable[[], Any]]]
+) -> int:
+    """Writes a file for each name; returns how many."""
     folder.mkdir(parents=True, exist_ok=True)
     count = 0
-    for name, make in (*spellings(), *(models() if corpus else ())):
+    for name, make in written:
         if not fnmatch.fnmatch(name, only):
             continue
         path = folder / (re.sub(r"[^\w.-]", "_", name) + ".json.z")
         if path.exists():
             continue
-        made = json.dumps(frozen(make), indent=1, sort_keys=True, default=repr)
+        made = json.dumps(make(), indent=1, sort_keys=True, default=repr)
         path.write_bytes(zlib.compress(text(made).encode()))
         count += 1
     return count
@@ -176,12 +188,14 @@ def main() -> int:
     writing.add_argument("folder", type=pathlib.Path)
     writing.add_argument("--only", default="*")
     writing.add_argument("--corpus", action="store_true")
+    writing.add_argument("--kernels", action="store_true")
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=pathlib.Path)
     comparing.add_argument("after", type=pathlib.Path)
     given = parser.parse_args()
     if given.command == "write":
-        print(write(given.folder, given.only, given.corpus), "programs written")
+        written = kernels() if given.kernels else programs(given.corpus)
+        print(write(given.folder, given.only, written), "files written")
         return 0
     different = compare(given.before, given.after)
     print("\n".join(different) or "no program differs")

@@ -44,7 +44,8 @@ from rewriter.kernels.attention.hopper.time_model import estimate, modelled
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def deterministic(config: BackwardTiles | None) -> Verdict:
     """Returns whether gradients have the same bits in every run: not if fused."""
     if config is None or not config.fused:
         return YES
-    return no("deterministic", "dq is added up in memory in no fixed order")
+    return no("deterministic", "the gradient of q is added up in no fixed order")
 
 
 def _operands(spec: Spec) -> Verdict:
@@ -170,23 +171,12 @@ def _filled(x: Array) -> Array:
 
 
 KERNEL = by_entry(
-    Kernel(
-        name="hopper",
-        op="attention",
-        platforms=("cuda",),
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports, runs_on, deterministic),
-        speed=Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
-        traits=Traits(
-            memory_bounded=True,
-            merges=True,
-            swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)),
-        ),
-        space=Space(Tiles, default, configs, fits),
-        backward_space=Space(
-            BackwardTiles, backward_default, backward_configs, fits_backward
-        ),
+    HOPPER.kernel(
+        "attention", forward, backward, supports,
+        Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
+        Space(Tiles, default, configs, fits),
+        Space(BackwardTiles, backward_default, backward_configs, fits_backward),
+        deterministic=deterministic, saves_out=True, merges=True,
+        swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)),
     )
-)
+)  # fmt: skip

@@ -17,7 +17,7 @@ from rewriter.kernels.attention.visibility import Range, clip, least, most
 if TYPE_CHECKING:
     from jax import Array
 
-FEW = 8
+FEW_BLOCKS = 8
 """With fewer blocks masks are not classified: reading a tile's class would take longer
 than skipping saves."""
 
@@ -130,7 +130,7 @@ def table(
         group: Query heads of a tile.
     """
     tiles, blocks = -(-rows // tile), -(-columns // block)
-    if segments is None and (mask is None or blocks < FEW):
+    if segments is None and (mask is None or blocks < FEW_BLOCKS):
         return None
     found = [] if segments is None else [of_segments(*segments, tile, block)]
     if mask is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.estimate import (
     BOTH,
-    FEW,
+    FEW_ROWS,
     LEAST,
     SMALL,
     STREAMED,
@@ -75,9 +75,9 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 def _streams(spec: Spec, device: Device, passes: str) -> bool:
     """Whether few queries read keys by as many blocks as the device has processors."""
     (b, t, n, _), heads = spec.shape("q"), spec.shape("k")[2]
-    few = t * n <= FEW * heads and n <= GROUP * heads
+    few_rows = t * n <= FEW_ROWS * heads and n <= GROUP * heads
     known = device.platform == "cuda" and set(spec.operands) <= STREAMING
-    if passes != "forward" or not few or not known or _moved(spec) < LEAST:
+    if passes != "forward" or not few_rows or not known or _moved(spec) < LEAST:
         return False
     waves = 1 if set(spec.operands) == {"q", "k", "v"} else WAVES
     return b * heads >= FULL * waves * processors(device)

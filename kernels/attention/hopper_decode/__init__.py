@@ -19,8 +19,9 @@ from rewriter.kernels.attention.hopper_decode.time_model import estimate, modell
 from rewriter.kernels.attention.op import OP
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
+from rewriter.ops.kernel import Space, Speed, spec_of
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -124,15 +125,10 @@ def forward(
 
 
 KERNEL = by_entry(
-    Kernel(
-        name="hopper_decode",
-        op="attention",
-        platforms=("cuda",),
-        version=1,
-        forward=forward,
-        limits=Limits(supports, runs_on),
-        speed=Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
-        traits=Traits(memory_bounded=True, swaps=(("k", 1, 2), ("v", 1, 2))),
-        space=Space(Split, default, configs, fits),
+    HOPPER.kernel(
+        "attention", forward, None, supports,
+        Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
+        Space(Split, default, configs, fits),
+        name="hopper_decode", swaps=(("k", 1, 2), ("v", 1, 2)),
     )
-)
+)  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 from rewriter.kernels.attention.empty import AVERAGED, ZERO
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper.dtypes import parts as parts_of
+from rewriter.kernels.attention.hopper.use import Use
 from rewriter.kernels.attention.hopper_decode.config import ROWS, Split, mask_columns
 from rewriter.kernels.attention.hopper_decode.kernel import pieces
 from rewriter.kernels.attention.hopper_decode.merge import merged
@@ -41,7 +42,7 @@ def forward(
         config: How the work is split.
         swapped: Operands whose heads lie before positions in memory. Both k and v are
             read so if both are among them, without a copy.
-        **given: Other operands and parameters; see `attend`.
+        **given: The other fields of `Use`.
     """
     s, heads = k.shape[1:3]
     axes = "pkzh" if {"k", "v"} <= set(swapped) else "pzkh"
@@ -49,7 +50,7 @@ def forward(
         k, v = (x.swapaxes(1, 2) for x in (k, v))
     pages = Pages(size=s, count=1, axes=axes, listed=False)
     k, v = (_even(x, axes.index("z")) for x in (k, v))
-    return attend(q, k, v, None, pages, s, heads, config, **given)
+    return attend(Use(q, k, v, **given), None, pages, s, heads, config)
 
 
 def _even(x: Array, axis: int) -> Array:
@@ -59,65 +60,34 @@ def _even(x: Array, axis: int) -> Array:
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    table: Array | None,
-    pages: Pages,
-    s: int,
-    heads: int,
-    config: Split,
-    *,
-    mask: Array | None = None,
-    kv_lengths: Array | None = None,
-    offset: Array | None = None,
-    scale: float = 1.0,
-    window: tuple[int | None, int | None] = (None, None),
-    shift: int = 0,
-    softcap: float | None = None,
-    empty_rows: str = "nan",
-    out_dtype: str | None = None,
-    weights: str | None = None,
+    use: Use, table: Array | None, pages: Pages, s: int, heads: int, config: Split
 ) -> Array:
     """Returns attention [b, t, n, e] over keys laid out by `pages`.
 
-    Other parameters are as in `reference`.
-
     Args:
-        q: [b, t, n, h].
-        k: Keys, four axes.
-        v: Values, the same but for the last one.
+        use: The use. Keys and values have four axes in the order of `pages`, and the
+            mask is [b|1, 1, 1, s].
         table: int32 [b, pages.count], each within the pool; None if not listed.
         pages: The memory layout of keys and values.
         s: Keys of a sequence.
         heads: Key heads.
         config: How the work is split.
-        mask: bool [b|1, 1, 1, s], True keeps.
-        kv_lengths: int [b|1].
-        offset: int [b|1].
-        scale: Positive.
-        weights: Whether v is multiplied with twice the digits of q's dtype, where not
-            None; see `rewriter.kernels.attention.weights`.
     """
-    b, t, n, h = q.shape
+    b, t, n, h = use.q.shape
     seen = Mask(
-        t, s, *window, shift, kv_lengths is not None, offset is not None,
-        empty_rows in AVERAGED, mask is not None,
+        t, s, *use.window, use.shift, use.kv_lengths is not None,
+        use.offset is not None, use.empty_rows in AVERAGED, use.mask is not None,
     )  # fmt: skip
-    e, count = v.shape[3], parts_of(weights)
-    p = Problem(b, n, heads, h, e, seen, scale, softcap, pages, config, count)
-    numbers = {
-        name: jnp.broadcast_to(x.astype(jnp.int32), (b,))
-        for name, x in (("lengths", kv_lengths), ("offsets", offset))
-        if x is not None
-    }
-    if mask is not None:
-        numbers |= of_mask(p, mask, numbers)
+    e, count = use.widths[1], parts_of(use.weights)
+    p = Problem(b, n, heads, h, e, seen, use.scale, use.softcap, pages, config, count)
+    numbers = use.numbers()
+    if use.mask is not None:
+        numbers |= of_mask(p, use.mask, numbers)
     ends = _ends(p, numbers)
     numbers |= {} if table is None else {"table": table}
-    parts, lse = pieces(p, _by_pair(p, q), ends, k, v, numbers)
-    zero, dtype = empty_rows in ZERO and seen.may_be_empty, out_dtype or q.dtype
-    return merged(p, ends, parts, lse, zero, jnp.dtype(dtype))
+    parts, lse = pieces(p, _by_pair(p, use.q), ends, use.k, use.v, numbers)
+    zero = use.empty_rows in ZERO and seen.may_be_empty
+    return merged(p, ends, parts, lse, zero, jnp.dtype(use.out_dtype or use.q.dtype))
 
 
 def _by_pair(p: Problem, q: Array) -> Array:

@@ -51,7 +51,7 @@ def pieces(
     Args:
         p: The problem.
         q: [b * heads, rows, h], the queries of each pair.
-        ends: int32 [b], as `Line` has it.
+        ends: int32 [b], as `WorkQueue` has it.
         k: Keys, laid out by `p.pages`; positions are a multiple of eight.
         v: Values.
         numbers: int32 ``lengths`` [b], ``offsets`` [b] and ``table`` [b, pages], and
@@ -61,7 +61,7 @@ def pieces(
         float32 [pieces, rows, columns] and [pieces, 64]; columns from e on, and unused
         pieces, are not written.
     """
-    config, count = p.config, p.line(ends).pieces
+    config, count = p.config, p.queue(ends).pieces
     readers, stages = config.readers, config.stages
     wide = stored_columns(p.e)
     out = [
@@ -143,7 +143,7 @@ class _Reader:
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
         self.own = lax.rem(self.warpgroup, jnp.int32(readers))
         self.number = lax.axis_index(pallas.PROGRAM) * readers + self.own
-        self.line = p.line(given["ends"])
+        self.queue = p.queue(given["ends"])
 
     def run(self) -> None:
         """Runs this warpgroup's part."""
@@ -156,7 +156,7 @@ class _Reader:
 
         `step` counts the blocks of all pieces before.
         """
-        first, last = self.line.share(self.number)
+        first, last = self.queue.share(self.number)
 
         def one(carry: Any) -> Any:
             block, sequence, turn = carry
@@ -164,14 +164,14 @@ class _Reader:
             body(piece, block - first)
             return block + piece.end - piece.start, next_sequence, turn + 1
 
-        start = (first, self.line.sequence_of(first), jnp.int32(0))
+        start = (first, self.queue.sequence_of(first), jnp.int32(0))
         lax.while_loop(lambda carry: carry[0] < last, one, start)
 
     def piece(self, block: Any, last: Any, sequence: Any, turn: Any) -> Any:
         """Returns the piece that begins at a block, and the next one's sequence."""
-        p, line = self.p, self.line
-        begin = line.begin(sequence)
-        count = line.ends[sequence] - begin
+        p, queue = self.p, self.queue
+        begin = queue.begin(sequence)
+        count = queue.ends[sequence] - begin
         inside = block - begin * p.heads
         head = lax.div(inside, count)
         start = inside - head * count

@@ -30,7 +30,7 @@ def merged(
 
     Args:
         p: The problem.
-        ends: int32 [b], as `Line` has it.
+        ends: int32 [b], as `WorkQueue` has it.
         parts: float32 [pieces, rows, columns], from `kernel.pieces`.
         lse: float32 [pieces, 64].
         zero: Whether rows without keys are 0, and not NaN.
@@ -46,7 +46,7 @@ def merged(
         key_head = lax.div(head, jnp.int32(p.group))
         row = query * p.group + head - key_head * p.group
         pair = sequence * p.heads + key_head
-        first, last = p.line(ends).readers_of(pair)
+        first, last = p.queue(ends).readers_of(pair)
         total = row_of(parts, lse, row, first + pair, last + pair, zero)
         out.at[index][...] = total.astype(dtype)
 

@@ -23,7 +23,8 @@ from rewriter.kernels.attention.hopper_decode.time_model import (
 from rewriter.kernels.attention.op import PAGED
 from rewriter.kernels.attention.pages import AXES, as_attention, numbered
 from rewriter.kernels.shared.hopper import by_estimate
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed, spec_of
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def _forward(
     fills: bool = False,
     **given: Any,
 ) -> Array:
+    from rewriter.kernels.attention.hopper.use import Use
     from rewriter.kernels.attention.hopper_decode.decode import attend
     from rewriter.kernels.attention.hopper_decode.problem import Pages
 
@@ -123,20 +125,15 @@ def _forward(
     table, beyond = numbered(table, pool["p"], wraps)
     pages = Pages(size=pool["z"], count=table.shape[1], axes=axes, listed=True)
     s = pages.size * pages.count
-    out = attend(q, k_pages, v_pages, table, pages, s, pool["k"], config, **given)
+    use = Use(q, k_pages, v_pages, **given)
+    out = attend(use, table, pages, s, pool["k"], config)
     if fills:
         out = jnp.where(beyond[:, None, None, None], jnp.nan, out)
     return out
 
 
-KERNEL = Kernel(
-    name="hopper_decode",
-    op=PAGED.name,
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    limits=Limits(supports, runs_on),
-    speed=Speed(by_estimate, estimate=estimate_pages, modelled=pages_modelled),
-    traits=Traits(memory_bounded=True),
-    space=Space(Split, default, configs, fits),
-)
+KERNEL = HOPPER.kernel(
+    PAGED.name, forward, None, supports,
+    Speed(by_estimate, estimate=estimate_pages, modelled=pages_modelled),
+    Space(Split, default, configs, fits), name="hopper_decode",
+)  # fmt: skip

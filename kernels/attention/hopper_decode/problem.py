@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper_decode.config import Split, rows_of
-from rewriter.kernels.attention.hopper_decode.work_split import Line
+from rewriter.kernels.attention.hopper_decode.work_split import WorkQueue
 from rewriter.kernels.attention.visibility import Range
 
 LANES = 128
@@ -71,10 +71,10 @@ class Problem:
         most = self.b * self.heads * -(-self.mask.s // self.config.block_kv)
         return min(self.config.programs, -(-most // self.config.readers))
 
-    def line(self, ends: Any) -> Line:
-        """Returns the line of blocks, given where sequences end in it."""
+    def queue(self, ends: Any) -> WorkQueue:
+        """Returns the queue of blocks, given where sequences end in it."""
         readers = self.programs * self.config.readers
-        return Line(readers, self.b, self.heads, ends)
+        return WorkQueue(readers, self.b, self.heads, ends)
 
     @property
     def averages(self) -> bool:

@@ -17,7 +17,7 @@ from jax import lax
 
 
 @dataclass(frozen=True)
-class Line:
+class WorkQueue:
     """The work queue: all blocks of all pairs, in a line.
 
     Attributes:
@@ -28,10 +28,10 @@ class Line:
             and of all before it. Each has one at least.
 
     Example:
-        >>> line = Line(2, 2, 1, [3, 4])  # a sequence of three blocks, one of one
-        >>> [tuple(map(int, line.share(reader))) for reader in range(2)]
+        >>> queue = WorkQueue(2, 2, 1, [3, 4])  # a sequence of three blocks, one of one
+        >>> [tuple(map(int, queue.share(reader))) for reader in range(2)]
         [(0, 2), (2, 4)]
-        >>> [tuple(map(int, line.readers_of(pair))) for pair in range(2)]
+        >>> [tuple(map(int, queue.readers_of(pair))) for pair in range(2)]
         [(0, 1), (1, 1)]
     """
 

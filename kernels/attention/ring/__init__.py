@@ -33,7 +33,7 @@ def supports(spec: Spec, count: int) -> Verdict:
     more = sorted(set(spec.operands) - OPERANDS)
     found = [YES]
     if more:
-        found.append(no("operands", f"no ring takes {', '.join(more)}"))
+        found.append(no("operands", f"a ring does not take {', '.join(more)}"))
     if spec.param("empty_rows") == PASSING and spec.param("softcap") is not None:
         text = "scores of rows without keys get gradients through a soft cap"
         found.append(no("softcap", f"{text}, for which a ring would go around again"))
@@ -43,7 +43,7 @@ def supports(spec: Spec, count: int) -> Verdict:
     window, shift = spec.param("window"), spec.param("shift")
     t, s = spec.shape("q")[1], spec.shape("k")[1]
     if window != (None, None) and t != s:
-        text = f"{t} queries and {s} keys a device, whose positions a ring counts alike"
+        text = f"{t} queries and {s} keys on each device: a ring needs as many of both"
         found.append(no("sizes", text))
     elif turns(window, shift, t, count)[0].before is None:
         found.append(no("window", "the window hides each device's own keys"))
@@ -61,12 +61,12 @@ def uses(spec: Spec, count: int) -> tuple[Mapping[str, Any], ...]:
     )
 
 
-KEPT, HIDING = 64 << 20, 2048
-"""KEPT: the fewest bytes of gathered keys and values, in all layers that keep them, for
-which a ring pays. HIDING: the fewest queries (of all grouped heads) per key that hide
-passing it on: in 16 bits that many operations come upon each byte. By their data sheets
-an H100 does 2200 while NVLink moves a byte, a TPU v5e 3900 while one of its links does.
-Estimates: nothing was measured."""
+PAYS_FROM, HIDES = 64 << 20, 2048
+"""PAYS_FROM: the fewest bytes of gathered keys and values, in all layers that keep
+them, for which a ring pays. HIDES: the fewest queries (of all grouped heads) per key
+that hide passing it on: in 16 bits that many operations come upon each byte. By their
+data sheets an H100 does 2200 while NVLink moves a byte, a TPU v5e 3900 while one of its
+links does. Estimates: nothing was measured."""
 
 
 def pays(spec: Spec, count: int, kept: int) -> Verdict:
@@ -88,12 +88,12 @@ def pays(spec: Spec, count: int, kept: int) -> Verdict:
     hops = len(turns(spec.param("window"), spec.param("shift"), t, count)) - 1
     more = 6 * hops / (4 * (count - 1)) if kept else hops / (count - 1)
     found = [YES]
-    if gathered < KEPT:
+    if gathered < PAYS_FROM:
         text = (
             f"keys and values of {gathered >> 10} KiB gathered on each device are few"
         )
         found.append(no("small", text))
-    if more > 1 and t * group < HIDING:
+    if more > 1 and t * group < HIDES:
         text = f"it moves {more:.1f} times as much as a gather and a sum, and"
         text += f" {t * group} queries a device are too few to hide that behind"
         found.append(no("moved", text))
@@ -102,7 +102,7 @@ def pays(spec: Spec, count: int, kept: int) -> Verdict:
 
 RING = Ring(
     letter="s",
-    beside="t",
+    rows="t",
     passed=PASSED,
     moving=("q", "k", "v"),
     supports=supports,

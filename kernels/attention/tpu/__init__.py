@@ -33,7 +33,8 @@ from rewriter.kernels.attention.tpu.config import fits as fits
 from rewriter.kernels.attention.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.attention.tpu.sizes import together
 from rewriter.kernels.attention.tpu.steps import steps as steps
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import TPU
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     if _bytes(spec) > 2 and scores < LARGE:
         text = f"float32 at full precision for scores of {scores >> 20} MiB: XLA"
         return no("float32", f"{text} is as fast, unless the source asked for it")
-    if min(t, s) >= FEW and scores >= SMALL:
+    if min(t, s) >= FEWEST and scores >= SMALL:
         return YES
     if together(spec) and spec.nbytes("k") >= CACHE and _hides(spec):
         return YES
@@ -118,7 +119,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("small", f"{text} are so little that XLA is as fast")
 
 
-FEW, SMALL, LARGE = 256, 1 << 20, 2 << 30
+FEWEST, SMALL, LARGE = 256, 1 << 20, 2 << 30
 CACHE = 4 << 20
 """The fewest bytes of keys for which skipping some is worth a kernel."""
 
@@ -148,19 +149,10 @@ def backward(**given: Any) -> dict[str, Array]:
 
 
 KERNEL = by_entry(
-    Kernel(
-        name="mosaic_tpu",
-        op="attention",
-        platforms=("tpu",),
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports),
-        speed=Speed(profitable, steps=steps),
-        traits=Traits(memory_bounded=True, merges=True, tried=False),
-        space=Space(Blocks, default, configs, fits),
-        backward_space=Space(
-            BackwardBlocks, backward_default, backward_configs, fits_backward
-        ),
+    TPU.kernel(
+        "attention", forward, backward, supports, Speed(profitable, steps=steps),
+        Space(Blocks, default, configs, fits),
+        Space(BackwardBlocks, backward_default, backward_configs, fits_backward),
+        saves_out=True, merges=True,
     )
-)
+)  # fmt: skip

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.tpu.schedule import MOST_BLOCKS
-from rewriter.kernels.attention.tpu.sizes import FEW, LANES, extent, listed
+from rewriter.kernels.attention.tpu.sizes import FEW_ROWS, LANES, extent, listed
 from rewriter.ops.device import Device
 from rewriter.ops.tpu import UNKNOWN, generation
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -98,7 +98,7 @@ def default(spec: Spec, device: Device) -> Blocks:
 def configs(spec: Spec, device: Device) -> list[Blocks]:
     """Returns configs worth measuring, most promising first."""
     size, good = extent(spec), list(runnable(spec, device))
-    if size[0] <= FEW:
+    if size[0] <= FEW_ROWS:
         return good
     column = int(generation(device).name in LIKE_V6E)
     costs = {clipped(c, *size): cost[column] for c, cost in reversed(COSTS.items())}
@@ -109,8 +109,8 @@ def runnable(spec: Spec, device: Device) -> Iterator[Blocks]:
     """Yields the configs that can run, in no order of time."""
     size = extent(spec)
     proposed = list(COSTS)
-    if size[0] <= FEW:  # a step takes longer than reading few keys
-        proposed = [Blocks(FEW, k, FEW, k) for k in (4096, 2048, 1024, 512)]
+    if size[0] <= FEW_ROWS:  # a step takes longer than reading few keys
+        proposed = [Blocks(FEW_ROWS, k, FEW_ROWS, k) for k in (4096, 2048, 1024, 512)]
     for config in dict.fromkeys(clipped(c, *size) for c in proposed):
         if fits(config, spec, device).ok:
             yield config

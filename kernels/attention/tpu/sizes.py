@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 LANES = 128
-FEW = 128
+FEW_ROWS = 128
 """The most queries of several heads that are stacked: see `decode_layout`."""
 
 
@@ -24,9 +24,9 @@ def together(spec: Spec) -> str:
     tables = [spec.shape(x) for x in ("bias", "mask", "dropout") if spec.has(x)]
     thin = all(x[1] == x[2] == 1 for x in tables)
     power_of_two = heads & (heads - 1) == 0
-    if t * n <= FEW and thin and power_of_two and heads <= LANES:
+    if t * n <= FEW_ROWS and thin and power_of_two and heads <= LANES:
         return "all"
-    return "group" if 1 < n // heads <= FEW // t else ""
+    return "group" if 1 < n // heads <= FEW_ROWS // t else ""
 
 
 def extent(spec: Spec) -> tuple[int, int]:

@@ -16,7 +16,8 @@ from rewriter.kernels.attention.tpu import sized
 from rewriter.kernels.attention.tpu_pages.config import ANY, Chunk, fits, sizes
 from rewriter.kernels.attention.tpu_pages.config import configs as configs
 from rewriter.kernels.attention.tpu_pages.config import default as default
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
+from rewriter.kernels.shared.kinds import TPU
+from rewriter.ops.kernel import Space, Speed, spec_of
 from rewriter.ops.tpu import LANES
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -110,14 +111,7 @@ def forward(*, config: Chunk | None = None, **given: Any) -> Array:
     return kernel.forward(**operands, **params, config=chunk)
 
 
-KERNEL = Kernel(
-    name="mosaic_tpu",
-    op=PAGED.name,
-    platforms=("tpu",),
-    version=1,
-    forward=forward,
-    limits=Limits(supports),
-    speed=Speed(profitable),
-    traits=Traits(memory_bounded=True, tried=False),
-    space=Space(Chunk, default, configs, fits),
-)
+KERNEL = TPU.kernel(
+    PAGED.name, forward, None, supports, Speed(profitable),
+    Space(Chunk, default, configs, fits),
+)  # fmt: skip

@@ -21,7 +21,8 @@ from rewriter.kernels.attention.xla.config import Blocks as Blocks
 from rewriter.kernels.attention.xla.config import configs as configs
 from rewriter.kernels.attention.xla.config import default as default
 from rewriter.kernels.attention.xla.forward import forward as forward
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -135,16 +136,7 @@ def _saves(spec: Spec) -> list[Any]:
     return [((b, n, t), jnp.promote_types(jnp.result_type(*types), jnp.float32))]
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op="attention",
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable, estimate=estimate),
-    traits=Traits(memory_bounded=True, merges=True, saves=_saves),
-    space=Space(Blocks, default, configs),
-    backward_space=Space(Blocks, default, configs),
-)
+KERNEL = XLA.kernel(
+    "attention", forward, backward, supports, Speed(profitable, estimate=estimate),
+    Space(Blocks, default, configs), saves_out=True, merges=True, saves=_saves,
+)  # fmt: skip

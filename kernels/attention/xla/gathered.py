@@ -8,15 +8,8 @@ from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.op import PAGED
 from rewriter.kernels.attention.paged_form import attended
 from rewriter.kernels.attention.pages import as_attention
-from rewriter.ops.kernel import (
-    PLATFORMS,
-    Kernel,
-    Limits,
-    Spec,
-    Speed,
-    Traits,
-    saves_nothing,
-)
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Spec, Speed
 from rewriter.support.verdict import Verdict, no
 
 if TYPE_CHECKING:
@@ -39,13 +32,6 @@ def forward(**given: Any) -> Array:
     return attended(xla.forward, **given)
 
 
-KERNEL = Kernel(
-    name="gathered",
-    op=PAGED.name,
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    limits=Limits(supports),
-    speed=Speed(profitable),
-    traits=Traits(memory_bounded=True, saves=saves_nothing),
+KERNEL = XLA.kernel(
+    PAGED.name, forward, None, supports, Speed(profitable), name="gathered"
 )

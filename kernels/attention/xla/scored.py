@@ -12,7 +12,8 @@ from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.empty import NAN_PASSING, ZERO_NAN_PASSING
 from rewriter.kernels.attention.op import SCORED
 from rewriter.kernels.attention.scored_form import as_attention
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -67,16 +68,8 @@ def configs(spec: Spec, device: Device) -> list[xla.Blocks]:
     return xla.configs(as_attention(spec), device)
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op=SCORED.name,
-    platforms=PLATFORMS,
-    version=1,
-    forward=xla.forward,
-    backward=xla.backward,
-    limits=Limits(supports),
-    speed=Speed(profitable),
-    traits=Traits(memory_bounded=True, merges=True, saves=xla.KERNEL.traits.saves),
-    space=Space(xla.Blocks, default, configs),
-    backward_space=Space(xla.Blocks, default, configs),
-)
+KERNEL = XLA.kernel(
+    SCORED.name, xla.forward, xla.backward, supports, Speed(profitable),
+    Space(xla.Blocks, default, configs),
+    saves_out=True, merges=True, saves=xla.KERNEL.traits.saves,
+)  # fmt: skip

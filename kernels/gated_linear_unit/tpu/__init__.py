@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit import xla
-from rewriter.kernels.gated_linear_unit.reference import combine
+from rewriter.kernels.gated_linear_unit.branches import Use, combine
 from rewriter.kernels.gated_linear_unit.tpu.config import (
     SMALLEST,
     Sizes,
@@ -29,12 +29,11 @@ from rewriter.kernels.gated_linear_unit.tpu.config import (
 from rewriter.kernels.gated_linear_unit.tpu.config import fits as fits
 from rewriter.kernels.gated_linear_unit.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
+from rewriter.kernels.shared.kinds import TPU
+from rewriter.kernels.shared.tpu import refused_dtypes, refused_precision
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Kernel, Limits, Space, Spec, Speed, Traits
-from rewriter.support.verdict import YES, Verdict, all_of, no
-
-DTYPES = ("bfloat16", "float32")
-PRECISIONS = (None, "default", "high", "highest")
+from rewriter.ops.kernel import Space, Spec, Speed
+from rewriter.support.verdict import Verdict, all_of, no
 
 
 def supports(spec: Spec) -> Verdict:
@@ -44,11 +43,7 @@ def supports(spec: Spec) -> Verdict:
     base = xla.supports(spec)
     if not base.ok:
         return base
-    found = [YES]
-    dtypes = [(name, spec.dtype(name)) for name in spec.operands]
-    for name, dtype in (*dtypes, ("the result", spec.param("out_dtype"))):
-        if dtype not in (*DTYPES, None):
-            found.append(no("dtype", f"{name} is {dtype}, not {' or '.join(DTYPES)}"))
+    found = refused_dtypes({**dict(spec.dtypes), "the result": spec.param("out_dtype")})
     if spec.param("activation") in WITHOUT:
         text = f"{spec.param('activation')} needs expm1, which the compiler lacks"
         found.append(no("activation", text))
@@ -57,10 +52,8 @@ def supports(spec: Spec) -> Verdict:
             found.append(no(name, "addends for each row of a branch are not supported"))
     if any(0 in shape for _, shape in spec.shapes):
         found.append(no("empty", "an axis has size 0"))
-    if spec.param("precision") not in PRECISIONS:
-        text = f"precision {spec.param('precision')!r} is no choice of the compiler"
-        found.append(no("precision", text))
-    if not all_of(*found).ok:
+    found += refused_precision(spec)
+    if found:
         return all_of(*found)
     anywhere = Device("", "tpu")
     return all_of(*(f(SMALLEST, spec, anywhere) for f in (fits, fits_backward)))
@@ -79,47 +72,30 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def forward(
-    *,
-    x: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    out_dtype: str | None = None,
-    precision: str | None = None,
-    residuals: bool = False,
-    config: Tiles | None = None,
-    **given: Any,
+    *, residuals: bool = False, config: Tiles | None = None, **given: Any
 ) -> Any:
     """Returns the result, as `reference` does; there are no residuals.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
-        out_dtype: The result's dtype; x's by default.
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
-        **given: Biases [f], and the parameters of `reference`.
+        **given: As for `reference`.
     """
     from rewriter.kernels.gated_linear_unit.tpu.kernel import combined
 
-    given |= {"slopes": (), "slopes_up": ()}  # of derivatives
-    operands, join = _taken(x, w_gate, w_up, given)
-    dtype = jnp.dtype(out_dtype or x.dtype)
-    sizes = _sizes(operands, 0, dtype.itemsize)
-    made = combined(operands, sizes, dtype, precision, config or SMALLEST, join)
-    out = made.reshape(*x.shape[:-1], -1)
+    use = Use.of(given).without_slopes()
+    operands, join = _operands(use), _join(use)
+    sizes = _sizes(operands, 0, use.dtype.itemsize)
+    made = combined(operands, sizes, use.dtype, use.precision, config or SMALLEST, join)
+    out = made.reshape(*use.x.shape[:-1], -1)
     return (out, ()) if residuals else out
 
 
 def backward(
     *,
-    x: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
     out: None,
     residuals: tuple[()],
     cotangent: jax.Array,
-    out_dtype: str | None = None,
-    precision: str | None = None,
     config: Tiles | None = None,
     **given: Any,
 ) -> dict[str, jax.Array]:
@@ -127,8 +103,6 @@ def backward(
 
     The kernel computes the branches again, and their cotangents; products with those
     are left to XLA.
-
-    Operands are those of the op, and parameters are as in `reference`.
 
     Args:
         out: Not needed.
@@ -139,38 +113,39 @@ def backward(
     """
     from rewriter.kernels.gated_linear_unit.tpu.kernel import cotangents_of_branches
 
-    del out, residuals, out_dtype
-    operands, join = _taken(x, w_gate, w_up, given)
-    narrow = jnp.result_type(x, w_gate, w_up)
+    del out, residuals
+    use = Use.of(given)
+    operands = _operands(use)
+    narrow = jnp.result_type(use.x, use.w_gate, use.w_up)
     sizes = _sizes(operands, cotangent.dtype.itemsize, 2 * narrow.itemsize)
     d_gate, d_up, *sums = cotangents_of_branches(
-        operands, cotangent.reshape(sizes.m, sizes.n), sizes, narrow, precision,
-        config or SMALLEST, join,
+        operands, cotangent.reshape(sizes.m, sizes.n), sizes, narrow, use.precision,
+        config or SMALLEST, _join(use),
     )  # fmt: skip
 
     dot = functools.partial(
-        xla.product, precision=precision, narrow=narrow, wide=jnp.float32
+        xla.product, precision=use.precision, narrow=narrow, wide=jnp.float32
     )
-    dx = dot(d_gate, w_gate, (1, 1)) + dot(d_up, w_up, (1, 1))
-    grads = {"x": dx.astype(x.dtype).reshape(x.shape)}
+    dx = dot(d_gate, use.w_gate, (1, 1)) + dot(d_up, use.w_up, (1, 1))
+    grads = {"x": dx.astype(use.x.dtype).reshape(use.x.shape)}
     rows = operands["x"]
-    grads["w_gate"] = dot(rows, d_gate, (0, 0)).astype(w_gate.dtype)
-    grads["w_up"] = dot(rows, d_up, (0, 0)).astype(w_up.dtype)
+    grads["w_gate"] = dot(rows, d_gate, (0, 0)).astype(use.w_gate.dtype)
+    grads["w_up"] = dot(rows, d_up, (0, 0)).astype(use.w_up.dtype)
     for name, total in zip(("b_gate", "b_up"), sums, strict=True):
         if total is not None:
             grads[name] = total.astype(operands[name].dtype)
     return grads
 
 
-def _taken(
-    x: jax.Array, w_gate: jax.Array, w_up: jax.Array, given: dict[str, Any]
-) -> tuple[dict[str, jax.Array], Callable[..., jax.Array]]:
-    """The present operands, with x as rows; and the function that joins branches."""
-    operands = {"x": x.reshape(math.prod(x.shape[:-1]), x.shape[-1])}
-    operands |= {"w_gate": w_gate, "w_up": w_up}
-    biases = {n: given.pop(n, None) for n in ("b_gate", "b_up")}
-    operands |= {n: bias for n, bias in biases.items() if bias is not None}
-    return operands, functools.partial(combine, **given, activations=ON_TPU)
+def _operands(use: Use) -> dict[str, jax.Array]:
+    """The present operands, with x as rows."""
+    rows = use.x.reshape(math.prod(use.x.shape[:-1]), use.x.shape[-1])
+    return {"x": rows, **use.shared}
+
+
+def _join(use: Use) -> Callable[..., jax.Array]:
+    """The function that joins branches."""
+    return functools.partial(combine, **use.joining, activations=ON_TPU)
 
 
 def _sizes(operands: dict[str, jax.Array], read: int, made: int) -> Sizes:
@@ -181,16 +156,8 @@ def _sizes(operands: dict[str, jax.Array], read: int, made: int) -> Sizes:
     return Sizes(m, k, weights[0].shape[1], items)
 
 
-KERNEL = Kernel(
-    name="mosaic_tpu",
-    op="gated_linear_unit",
-    platforms=("tpu",),
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable),
-    traits=Traits(memory_bounded=True, saves_out=False, tried=False),
-    space=Space(Tiles, default, configs, fits),
-    backward_space=Space(Tiles, default_backward, configs, fits_backward),
-)
+KERNEL = TPU.kernel(
+    "gated_linear_unit", forward, backward, supports, Speed(profitable),
+    Space(Tiles, default, configs, fits),
+    Space(Tiles, default_backward, configs, fits_backward),
+)  # fmt: skip

@@ -27,16 +27,16 @@ from rewriter.kernels.quantized_dot.few_rows.config import (
     transposed,
 )
 from rewriter.kernels.quantized_dot.rounding import ROUND, SIXTEEN, in_float32
+from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import EIGHT_BITS, usual_steps
-from rewriter.ops.widening import all_columns, applied
+from rewriter.ops.widening import all_columns
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from jax import Array
-
     from rewriter.ops.kernel import Spec
 
 NAME = "quantized_dot_of_few_rows"
@@ -85,62 +85,47 @@ def _steps(spec: Spec) -> str:
     return usual_steps(spec.has("w_scale"), spec.has("w_zero"), spec.dtype("x"))
 
 
-def forward(
-    *,
-    x: Array,
-    w: Array,
-    w_scale: Array | None = None,
-    w_zero: Array | None = None,
-    widen: str | None = None,
-    mode: str = "forward",
-    behind: str = "",
-    sums: str | None = None,
-    precision: str | None = None,
-    residuals: bool = False,
-    config: Tiles,
-) -> Any:
+def forward(*, residuals: bool = False, config: Tiles, **given: Any) -> Any:
     """Returns the result, as `computed` does, for supported uses.
 
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
 
-    Operands are those of the op, and parameters are as in `computed`.
-
     Args:
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
+        **given: The fields of `Use`.
     """
-    from rewriter.kernels.quantized_dot.few_rows.kernel import Use, rows_times_matrix
+    from rewriter.kernels.quantized_dot.few_rows import kernel
     from rewriter.kernels.quantized_dot.few_rows.registers import Steps
 
-    del precision
+    use = Use(**given)
+    x, n = use.x, use.columns
     rows, k = math.prod(x.shape[:-1]), x.shape[-1]
-    n = w.shape[0 if mode == "transposed" else 1]
-    if widen is None:
-        widen = usual_steps(w_scale, w_zero, x.dtype)
-    how = in_float32(widen, x.dtype.name, w.dtype.name)
+    how = in_float32(use.steps, x.dtype.name, use.w.dtype.name)
     assert how is not None
-    arrays = {"scale": w_scale, "zero": w_zero}
+    arrays = {"scale": use.w_scale, "zero": use.w_zero}
     names = [name for name, _ in how.dtypes]
     joined = [all_columns(arrays[name], dtype, n) for name, dtype in how.dtypes]
     steps = tuple((s, names.index(x) if x in names else x) for s, x in how.steps)
-    dtype = jnp.dtype(sums or x.dtype)
-    after = _after(behind, dtype.name) if dtype in (jnp.float32, x.dtype) else None
-    finished, out_dtype, given = after or ((), "float32", None)
+    dtype = jnp.dtype(use.sums or x.dtype)
+    after = _after(use.behind, dtype.name) if dtype in (jnp.float32, x.dtype) else None
+    finished, out_dtype, scale_dtype = after or ((), "float32", None)
     rows_behind = []
-    if given is not None:
-        assert w_scale is not None
-        row = w_scale[0].astype(given).astype("float32")
+    if scale_dtype is not None:
+        assert use.w_scale is not None
+        row = use.w_scale[0].astype(scale_dtype).astype("float32")
         rows_behind.append(jnp.broadcast_to(row, (n,)))
     dtypes = tuple(dtype for _, dtype in how.dtypes)
-    use = Use(
-        Steps(steps, dtypes, x.dtype.name), finished, w.dtype.name, out_dtype, config,
-        mode == "transposed",
+    plan = kernel.Use(
+        Steps(steps, dtypes, x.dtype.name), finished, use.w.dtype.name, out_dtype,
+        config, use.transposed,
     )  # fmt: skip
-    out = rows_times_matrix(NAME, x.reshape(rows, k), w, joined, rows_behind, use)
+    out = kernel.rows_times_matrix(
+        NAME, x.reshape(rows, k), use.w, joined, rows_behind, plan
+    )
     if after is None:
-        row = None if w_scale is None else w_scale[0]
-        out = applied(out.astype(dtype), behind, row)
+        out = use.finished(out.astype(dtype))
     out = out.reshape(*x.shape[:-1], n)
     return (out, ()) if residuals else out
 
@@ -177,16 +162,8 @@ def _after(
     return tuple(x for x in steps if x != (ROUND, "float32")), held, given
 
 
-KERNEL = Kernel(
-    name="hopper_few_rows",
-    op="quantized_dot",
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    backward=xla.backward,
-    limits=Limits(supports, runs_on),
-    speed=Speed(by_estimate, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False),
-    space=Space(Tiles, default, configs, fits),
-    backward_space=Space(xla.Block, xla.default, xla.configs),
-)
+KERNEL = HOPPER.kernel(
+    "quantized_dot", forward, xla.backward, supports,
+    Speed(by_estimate, estimate=estimate), Space(Tiles, default, configs, fits),
+    xla.KERNEL.backward_space, name="hopper_few_rows",
+)  # fmt: skip

@@ -18,11 +18,7 @@ def cost(
     number of matrices read is the expected number of groups with rows if rows choose
     groups evenly at random, ``g·(1 - (1 - 1/g)^m)``.
 
-    Args:
-        shapes: Shapes by operand name.
-        dtypes: Dtype names by operand name.
-        params: The op's parameters.
-        mode: ``forward``, ``vjp`` or ``forward_and_vjp``.
+    Arguments are those of `Op.cost`.
 
     Example:
         >>> shapes = {"lhs": (64, 8), "rhs": (2, 8, 4), "group_sizes": (2,)}

@@ -28,7 +28,7 @@ from rewriter.support.verdict import YES, Verdict, no
 DENSE = 0.95
 """The share of the peak of large products."""
 
-PARTED = 0.48
+LOOPED = 0.48
 """The share of the peak of products of some hundred rows."""
 
 STEP_S = 20e-6
@@ -61,7 +61,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     copied = times * 3 * tiles * k * n * size  # read, written, read
     filled = tiles * TILE / max(m, 1)
     xla = seconds(device, groups * flops, 0.0, compute=DENSE, item=size, launches=0)
-    loop = seconds(device, flops, 0.0, compute=PARTED, item=size, launches=0)
+    loop = seconds(device, flops, 0.0, compute=LOOPED, item=size, launches=0)
     tiled = seconds(
         device, filled * flops, copied, compute=DENSE, memory=COPIED, item=size,
         launches=0,

@@ -9,48 +9,39 @@ axes only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+
+from rewriter.kernels.ragged.dot.use import Use
 
 if TYPE_CHECKING:
     from jax import Array
 
 
-def general(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
-) -> Array:
+def general(*operands: Array, **given: Any) -> Array:
     """Computes `rewriter.kernels.ragged.dot.reference.reference`.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
-        mode: "forward", "transposed" or "contracting".
-        out_dtype: The result's dtype, that of the operands by default.
-
-    Returns:
-        [m, n], or [g, k, n] if contracting.
+        *operands: The first fields of `Use`.
+        **given: The others.
     """
-    dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
-    ends = jnp.cumsum(group_sizes)
-    bounds = (ends - group_sizes, ends)
+    use = Use(*operands, **given)
+    ends = jnp.cumsum(use.group_sizes)
+    bounds = (ends - use.group_sizes, ends)
 
     def dot(a: Array, b: Array) -> Array:
-        return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
+        return jnp.matmul(
+            a, b, precision=use.precision, preferred_element_type=use.dtype
+        )
 
     # Only the operands are kept for a gradient, not one product per group.
-    if mode == "contracting":
-        return _per_group(jax.checkpoint(dot), lhs, rhs, bounds)
-    turn = jnp.swapaxes if mode == "transposed" else lambda x, *_: x
+    if use.contracting:
+        return _per_group(jax.checkpoint(dot), use.lhs, use.rhs, bounds)
+    turn = jnp.swapaxes if use.transposed else lambda x, *_: x
     product = jax.checkpoint(lambda a, b: dot(a, turn(b, -1, -2)))
-    return _by_row(product, lhs, rhs, bounds, dtype)
+    return _by_row(product, use.lhs, use.rhs, bounds, use.dtype)
 
 
 def _rows(bounds: tuple[Array, Array], m: int) -> Array:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.ragged.dot.use import Use
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -21,44 +23,33 @@ CONTRACT = {
 """The contracted axes of lhs and rhs by mode."""
 
 
-def reference(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
-) -> Array:
+def reference(*operands: Array, **given: Any) -> Array:
     """Returns `jax.lax.ragged_dot_general` in one of its three modes.
 
     Row i of lhs belongs to the group whose range of rows holds it, the ranges
     following one another; rows past ``sum(group_sizes)`` belong to none and
     give zeros.
 
-    Operands are documented where the op is declared.
-
     Args:
-        mode: "forward", "transposed" (rhs's last axis is contracted) or
-            "contracting" (the rows are: one product per group).
-        out_dtype: The result's dtype, that of the operands by default.
-        precision: As in `jax.lax.dot`.
+        *operands: The first fields of `Use`.
+        **given: The others.
 
     Returns:
         [m, n], or [g, k, n] if contracting.
     """
+    use = Use(*operands, **given)
     numbers = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(CONTRACT[mode], ((), ())),
+        dot_dimension_numbers=(CONTRACT[use.mode], ((), ())),
         lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[] if mode == "contracting" else [0],
+        rhs_group_dimensions=[] if use.contracting else [0],
     )
     return lax.ragged_dot_general(
-        lhs,
-        rhs,
-        group_sizes,
+        use.lhs,
+        use.rhs,
+        use.group_sizes,
         numbers,
-        precision=precision,
-        preferred_element_type=None if out_dtype is None else jnp.dtype(out_dtype),
+        precision=use.precision,
+        preferred_element_type=None if use.out_dtype is None else use.dtype,
     )
 
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.ragged.dot import estimate, xla
-from rewriter.kernels.ragged.dot.forward import forward as forward_of
 from rewriter.kernels.ragged.dot.rows import anywhere
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.ragged.dot.use import Use
+from rewriter.kernels.ragged.dot.use import forward as forward_of
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import no
 
 if TYPE_CHECKING:
@@ -70,19 +72,11 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return estimate.best(spec, platform, "tiled")
 
 
-def _product(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    mode: str,
-    dtype: Any,
-    precision: str | None,
-    config: Tiles | None,
-) -> Array:
+def _product(use: Use, config: Tiles | None) -> Array:
     """The result, by tiles of rows."""
-    tiles = _Layout(lhs.shape[0], group_sizes, config or DEFAULT)
-    run = _contracted if mode == "contracting" else _ragged
-    return run(lhs, rhs, tiles, mode, precision, dtype).astype(dtype)
+    tiles = _Layout(use.lhs.shape[0], use.group_sizes, config or DEFAULT)
+    run = _contracted if use.contracting else _ragged
+    return run(use, tiles).astype(use.dtype)
 
 
 forward = functools.partial(forward_of, _product)
@@ -138,16 +132,16 @@ class _Layout:
         return parts, -(-self.count // parts)
 
 
-def _ragged(
-    lhs: Array, rhs: Array, tiles: _Layout, mode: str, precision: Any, dtype: Any
-) -> Array:
-    form = "tsk,tnk->tsn" if mode == "transposed" else "tsk,tkn->tsn"
+def _ragged(use: Use, tiles: _Layout) -> Array:
+    form = "tsk,tnk->tsn" if use.transposed else "tsk,tkn->tsn"
+    lhs, rhs = use.lhs, use.rhs
 
     def product(part: tuple[Array, Array]) -> Array:
         rows, group = part
         return jnp.einsum(
-            form, rows, rhs[group], precision=precision, preferred_element_type=dtype
-        )
+            form, rows, rhs[group], precision=use.precision,
+            preferred_element_type=use.dtype,
+        )  # fmt: skip
 
     parts, each = tiles.parts(rhs.shape[1] * rhs.shape[2])
     rows, group = tiles.laid(lhs), tiles.group
@@ -157,10 +151,8 @@ def _ragged(
     return tiles.taken(out.reshape(-1, *out.shape[2:])[: tiles.count])
 
 
-def _contracted(
-    lhs: Array, rhs: Array, tiles: _Layout, mode: str, precision: Any, dtype: Any
-) -> Array:
-    del mode, dtype
+def _contracted(use: Use, tiles: _Layout) -> Array:
+    lhs, rhs = use.lhs, use.rhs
     wide = jnp.promote_types(jnp.result_type(lhs, rhs), jnp.float32)
     k, n = lhs.shape[1], rhs.shape[1]
     start = jnp.zeros((tiles.groups, k, n), wide)
@@ -169,7 +161,7 @@ def _contracted(
     def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
         left, right, group = part
         new = jnp.einsum(
-            "tsk,tsn->tkn", left, right, precision=precision,
+            "tsk,tsn->tkn", left, right, precision=use.precision,
             preferred_element_type=wide,
         )  # fmt: skip
         return total.at[group].add(new, indices_are_sorted=True), None
@@ -196,17 +188,9 @@ def _cut(x: Array, parts: int, each: int) -> Array:
 
 
 KERNEL = anywhere(
-    Kernel(
-        name="tiled",
-        op="ragged_dot",
-        platforms=PLATFORMS,
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports),
-        speed=Speed(profitable, estimate=estimate.estimate),
-        traits=Traits(memory_bounded=True, saves_out=False),
-        space=Space(Tiles, default, configs),
-        backward_space=Space(Tiles, default, configs),
+    XLA.kernel(
+        "ragged_dot", forward, backward, supports,
+        Speed(profitable, estimate=estimate.estimate), Space(Tiles, default, configs),
+        name="tiled", saves=None,
     )
-)
+)  # fmt: skip

@@ -18,16 +18,10 @@ from jax import lax
 from jax.core import min_dim
 
 from rewriter.kernels.ragged.dot import estimate
-from rewriter.kernels.ragged.dot.forward import forward as forward_of
-from rewriter.ops.kernel import (
-    PLATFORMS,
-    Kernel,
-    Limits,
-    Space,
-    Speed,
-    Traits,
-    saves_nothing,
-)
+from rewriter.kernels.ragged.dot.use import Use
+from rewriter.kernels.ragged.dot.use import forward as forward_of
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -136,22 +130,12 @@ def configs(spec: Spec, device: Device) -> list[Tile]:
     return [Tile(n) for n in sizes if n <= m]
 
 
-def _product(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    mode: str,
-    dtype: Any,
-    precision: str | None,
-    config: Tile | None,
-    first_row: Array | None = None,
-) -> Array:
+def _product(use: Use, config: Tile | None, first_row: Array | None = None) -> Array:
     """The result, by a loop over groups and tiles of their rows."""
-    size = (config or Tile()).rows or tile_rows(lhs.shape[0], group_sizes.shape[0])
-    size = min_dim(size, lhs.shape[0])
-    run = _contracted if mode == "contracting" else _ragged
-    ranges = _ranges(group_sizes, lhs.shape[0], first_row)
-    return run(lhs, rhs, ranges, mode, dtype, precision, size)
+    m = use.lhs.shape[0]
+    size = (config or Tile()).rows or tile_rows(m, use.group_sizes.shape[0])
+    run = _contracted if use.contracting else _ragged
+    return run(use, _ranges(use.group_sizes, m, first_row), min_dim(size, m))
 
 
 forward = functools.partial(forward_of, _product)
@@ -159,57 +143,45 @@ forward = functools.partial(forward_of, _product)
 
 
 def backward(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
+    *operands: Array,
     out: Array | None = None,
     residuals: tuple[Array, ...] = (),
     cotangent: Array,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
     first_row: Array | None = None,
     config: Any = None,
     product: Callable[..., Array] = forward,
+    **given: Any,
 ) -> dict[str, Array]:
     """Returns the cotangents of lhs and rhs, each a ragged dot itself.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
+        *operands: The first fields of `Use`.
         out: Not needed.
         residuals: Empty.
         cotangent: As the result of `forward`.
+        first_row: As in `forward`.
         config: As in `forward`.
         product: A `forward` that computes them.
+        **given: The other fields of `Use`.
     """
-    del out, residuals, out_dtype
+    del out, residuals
+    use = Use(*operands, **given)
+    lhs, rhs, up = use.lhs, use.rhs, cotangent
     left, right = {
-        "forward": ((cotangent, rhs, "transposed"), (lhs, cotangent, "contracting")),
-        "transposed": ((cotangent, rhs, "forward"), (cotangent, lhs, "contracting")),
-        "contracting": ((rhs, cotangent, "transposed"), (lhs, cotangent, "forward")),
-    }[mode]
-    given = {"precision": precision, "config": config}
-    if first_row is not None:
-        given["first_row"] = first_row
+        "forward": ((up, rhs, "transposed"), (lhs, up, "contracting")),
+        "transposed": ((up, rhs, "forward"), (up, lhs, "contracting")),
+        "contracting": ((rhs, up, "transposed"), (lhs, up, "forward")),
+    }[use.mode]
+    how = {"precision": use.precision, "config": config, "first_row": first_row}
     return {
-        name: product(a, b, group_sizes, mode=how, out_dtype=str(x.dtype), **given)
-        for name, x, (a, b, how) in (("lhs", lhs, left), ("rhs", rhs, right))
+        name: product(a, b, use.group_sizes, mode=mode, out_dtype=str(x.dtype), **how)
+        for name, x, (a, b, mode) in (("lhs", lhs, left), ("rhs", rhs, right))
     }
 
 
-def _ragged(
-    lhs: Array,
-    rhs: Array,
-    ranges: tuple[Array, Array],
-    mode: str,
-    dtype: Any,
-    precision: Any,
-    size: int,
-) -> Array:
-    m, n = lhs.shape[0], rhs.shape[1 if mode == "transposed" else 2]
-    form = "mk,nk->mn" if mode == "transposed" else "mk,kn->mn"
+def _ragged(use: Use, ranges: tuple[Array, Array], size: int) -> Array:
+    lhs, rhs, dtype, precision = use.lhs, use.rhs, use.dtype, use.precision
+    m, form = lhs.shape[0], "mk,nk->mn" if use.transposed else "mk,kn->mn"
     wide = _wide(lhs, rhs)
 
     def one_group(group: Any, start: Any, end: Any, out: Array) -> Array:
@@ -226,20 +198,12 @@ def _ragged(
 
         return _over_tiles(start, end, m, size, one_tile, out)
 
-    out = jnp.zeros((m, n), dtype) + zero(lhs, rhs, *ranges).astype(dtype)
+    out = jnp.zeros((m, use.columns), dtype) + zero(lhs, rhs, *ranges).astype(dtype)
     return _over_groups(ranges, one_group, out)
 
 
-def _contracted(
-    lhs: Array,
-    rhs: Array,
-    ranges: tuple[Array, Array],
-    mode: str,
-    dtype: Any,
-    precision: Any,
-    size: int,
-) -> Array:
-    del mode
+def _contracted(use: Use, ranges: tuple[Array, Array], size: int) -> Array:
+    lhs, rhs, dtype, precision = use.lhs, use.rhs, use.dtype, use.precision
     (m, k), n, groups = lhs.shape, rhs.shape[1], ranges[0].shape[0]
     wide = _wide(lhs, rhs)
     nothing = zero(lhs, rhs, *ranges)
@@ -324,16 +288,7 @@ def zero(*arrays: Array) -> Array:
     return total
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op="ragged_dot",
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable, estimate=estimate.estimate),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
-    space=Space(Tile, default, configs),
-    backward_space=Space(Tile, default, configs),
-)
+KERNEL = XLA.kernel(
+    "ragged_dot", forward, backward, supports,
+    Speed(profitable, estimate=estimate.estimate), Space(Tile, default, configs),
+)  # fmt: skip

@@ -5,7 +5,9 @@ Both branches are kept for the gradients, as in a program written without this o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,8 +16,9 @@ import jax.numpy as jnp
 from rewriter.kernels.ragged.gated_linear_unit.reference import branches
 from rewriter.kernels.ragged.gated_linear_unit.use import Use
 from rewriter.ops.activations import ACTIVATIONS
-from rewriter.ops.kernel import Spec
+from rewriter.ops.kernel import Kernel, Space, Spec
 from rewriter.ops.slopes import with_slopes
+from rewriter.support.verdict import Verdict, no
 
 if TYPE_CHECKING:
     from jax import Array
@@ -91,6 +94,53 @@ def backward(
     first, second = of(use.w, of_branches[0]), of(use.w_up, of_branches[1])
     rows = first["lhs"].astype(wide) + second["lhs"].astype(wide)
     return {"x": rows.astype(use.x.dtype), "w": first["rhs"], "w_up": second["rhs"]}
+
+
+@dataclass(frozen=True)
+class ByParts:
+    """The unit by a kernel of ragged dots.
+
+    Attributes:
+        forward: The forward pass, as of `Kernel`.
+        backward: The backward pass.
+        space: The configs of the forward pass, those of a ragged dot.
+        backward_space: Those of the backward pass.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    space: Space
+    backward_space: Space
+
+    @classmethod
+    def of(cls, dot: Kernel) -> ByParts:
+        """Returns the unit by a kernel of ragged dots that has configs."""
+        assert dot.space is not None
+        assert dot.backward_space is not None
+        return cls(
+            functools.partial(forward, product=dot.forward),
+            functools.partial(backward, product_backward=dot.backward),
+            _of_part(dot.space),
+            _of_part(dot.backward_space),
+        )
+
+
+def _of_part(space: Space) -> Space:
+    """The configs of a ragged dot, for a use of the unit."""
+    return Space(
+        space.config,
+        lambda spec, device: space.default(part_of(spec), device),
+        lambda spec, device: space.configs(part_of(spec), device),
+        lambda config, spec, device: space.fits(config, part_of(spec), device),
+    )
+
+
+def refused_halves(spec: Spec, step: int) -> list[Verdict]:
+    """Returns what stands against two branches in one array, for a kernel's step."""
+    columns = spec.shape("w")[2]
+    if not spec.param("halves") or columns % (2 * step) == 0:
+        return []
+    return [no("halves", f"half of {columns} columns is not a multiple of {step}")]
 
 
 def saved_dtype(use: Use) -> Any:

@@ -19,11 +19,7 @@ def cost(
     is counted. The number of matrices read is the expected number of groups with rows,
     as for a ragged dot.
 
-    Args:
-        shapes: Shapes by operand name.
-        dtypes: Dtype names by operand name.
-        params: The op's parameters.
-        mode: ``forward``, ``vjp`` or ``forward_and_vjp``.
+    Arguments are those of `Op.cost`.
 
     Example:
         >>> shapes = {"x": (64, 8), "w": (2, 8, 8), "group_sizes": (2,)}

@@ -6,14 +6,16 @@ first traced.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.rows import anywhere
-from rewriter.kernels.ragged.gated_linear_unit import by_parts
-from rewriter.kernels.ragged.gated_linear_unit.by_parts import part_of
+from rewriter.kernels.ragged.gated_linear_unit.by_parts import (
+    ByParts,
+    part_of,
+    refused_halves,
+)
 from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import (
     estimate,
     modelled,
@@ -21,16 +23,15 @@ from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import (
 from rewriter.kernels.ragged.gated_linear_unit.use import Use
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
-from rewriter.kernels.shared.gated_tiles import fits as fits
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
 NAME = "ragged_gated_linear_unit"
@@ -42,10 +43,7 @@ def supports(spec: Spec) -> Verdict:
     found = [supports_parts(spec)]
     if not found[0].ok:
         return found[0]
-    columns = spec.shape("w")[2]
-    if spec.param("halves") and columns % (2 * STEP):
-        text = f"half of {columns} columns is not a multiple of {STEP}"
-        found.append(no("halves", text))
+    found += refused_halves(spec, STEP)
     return all_of(*found, gated_tiles.computes(spec.param("activation")))
 
 
@@ -65,34 +63,11 @@ def supports_parts(spec: Spec) -> Verdict:
 
 
 def _mean(spec: Spec) -> int:
+    """The rows of a group, on average."""
     return spec.shape("x")[0] // spec.shape("group_sizes")[0]
 
 
-def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the rule of thumb."""
-    del device
-    return gated_tiles.default(_mean(spec))
-
-
-def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles worth measuring, most promising first."""
-    del device
-    return gated_tiles.configs(_mean(spec))
-
-
-def default_of_parts(spec: Spec, device: Device) -> Tiles:
-    """Returns the tiles of the ragged dots, also of the cotangents."""
-    return ragged_dot.default(part_of(spec), device)
-
-
-def configs_of_parts(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles of the ragged dots worth measuring."""
-    return ragged_dot.configs(part_of(spec), device)
-
-
-def fits_parts(config: Tiles, spec: Spec, device: Device) -> Verdict:
-    """Returns whether the ragged dots can run."""
-    return ragged_dot.fits(config, part_of(spec), device)
+SPACE = gated_tiles.space(_mean)
 
 
 def forward(
@@ -155,28 +130,13 @@ def unit(
     return (out, tuple(kept)) if residuals else out
 
 
-forward_by_parts = functools.partial(by_parts.forward, product=ragged_dot.forward)
-"""Returns the result by the kernels of ragged dots, for supported parts."""
-
-backward = functools.partial(by_parts.backward, product_backward=ragged_dot.backward)
-"""The cotangents of x and the matrices, by the kernels of ragged dots."""
-
-
-PARTS = Space(Tiles, default_of_parts, configs_of_parts, fits_parts)
+PARTS = ByParts.of(ragged_dot.KERNEL)
 
 KERNEL = anywhere(
-    Kernel(
-        name="hopper",
-        op="ragged_gated_linear_unit",
-        platforms=("cuda",),
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports, runs_on),
-        speed=Speed(by_estimate, estimate=estimate, modelled=modelled),
-        traits=Traits(memory_bounded=True, saves_out=False),
-        space=Space(Tiles, default, configs, fits),
-        backward_space=PARTS,
+    HOPPER.kernel(
+        "ragged_gated_linear_unit", forward, PARTS.backward, supports,
+        Speed(by_estimate, estimate=estimate, modelled=modelled),
+        SPACE, PARTS.space,
     ),
     "x",
-)
+)  # fmt: skip

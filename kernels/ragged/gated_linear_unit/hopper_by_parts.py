@@ -11,8 +11,8 @@ from rewriter.kernels.ragged.gated_linear_unit import hopper
 KERNEL = dataclasses.replace(
     hopper.KERNEL,
     name="by_parts_hopper",
-    forward=from_any_row(hopper.forward_by_parts, "x"),
+    forward=from_any_row(hopper.PARTS.forward, "x"),
     supports=hopper.supports_parts,
     comparison_only=True,
-    space=hopper.PARTS,
+    space=hopper.PARTS.space,
 )

@@ -16,6 +16,7 @@ from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.ragged.dot.hopper.stored import Tiles as Tiles
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.gated_linear_unit import hopper as plain
+from rewriter.kernels.ragged.gated_linear_unit.by_parts import refused_halves
 from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import modelled
 from rewriter.kernels.ragged.gated_linear_unit.op import OP, STORED
 from rewriter.kernels.ragged.gated_linear_unit.stored_estimate import (
@@ -26,7 +27,8 @@ from rewriter.kernels.ragged.gated_linear_unit.use import Use
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import widened_operands
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -53,11 +55,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("dtype", f"w_up is {up}, and w {spec.dtype('w')}"))
     if (out := spec.param("out_dtype")) not in (x, None):
         found.append(no("dtype", f"the result is {out}, and x {x}"))
-    columns = spec.shape("w")[2]
-    if spec.param("halves") and columns % (2 * STEP):
-        text = f"half of {columns} columns is not a multiple of {STEP}"
-        found.append(no("halves", text))
-    return all_of(YES, *found)
+    return all_of(YES, *found, *refused_halves(spec, STEP))
 
 
 def default(spec: Spec, device: Device) -> Tiles:
@@ -133,24 +131,17 @@ def backward(
         **given: As for `forward`.
     """
     del out, config
-    found = plain.backward(
+    found = plain.PARTS.backward(
         **widened_operands(OP, given), residuals=residuals, cotangent=cotangent
     )
     return {"x": found["x"]}
 
 
 KERNEL = anywhere(
-    Kernel(
-        name="hopper",
-        op=NAME,
-        platforms=("cuda",),
-        version=2,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports, runs_on),
-        speed=Speed(by_estimate, estimate=estimate, modelled=modelled),
-        traits=Traits(memory_bounded=True, saves_out=False),
-        space=Space(Tiles, default, configs, fits),
+    HOPPER.kernel(
+        NAME, forward, backward, supports,
+        Speed(by_estimate, estimate=estimate, modelled=modelled),
+        Space(Tiles, default, configs, fits), version=2,
     ),
     "x",
-)
+)  # fmt: skip

@@ -7,15 +7,13 @@ after its value number.
 
 from __future__ import annotations
 
-from rewriter.algebra.canonicalize import (
-    arithmetic,
-    contraction,
-    gather,
-    one_row,
-    picks,
-    predicates,
-    row_sums,
-)
+from rewriter.algebra.canonicalize import arithmetic as arithmetic
+from rewriter.algebra.canonicalize import contraction as contraction
+from rewriter.algebra.canonicalize import gather as gather
+from rewriter.algebra.canonicalize import one_row as one_row
+from rewriter.algebra.canonicalize import picks as picks
+from rewriter.algebra.canonicalize import predicates as predicates
+from rewriter.algebra.canonicalize import row_sums as row_sums
 from rewriter.algebra.canonicalize.arithmetic import sigmoid, tanh
 from rewriter.algebra.canonicalize.contraction import ragged_axes
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of
@@ -38,11 +36,8 @@ from rewriter.algebra.canonicalize.primitives import (
 )
 from rewriter.algebra.canonicalize.row_axes import row_axes, row_order
 
-RULES = (arithmetic, contraction, gather, one_row, picks, predicates, row_sums)
-"""The modules that hold a rule per primitive."""
-
 __all__ = [
-    "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
+    "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "STRUCTURAL",
     "TRANSPARENT", "Evaluator", "NeedSplit", "Pages", "adds_zero", "interval",
     "is_local", "is_lossless", "is_pick", "kind_of", "log_may_be_infinite", "of_dtype",
     "pieces", "ragged_axes", "row_axes", "row_order", "sigmoid", "tanh",

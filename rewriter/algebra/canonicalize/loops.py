@@ -55,8 +55,8 @@ class LoopForms(ReturningLoops):
         body, n_consts, n_carry = parts.body, parts.n_consts, parts.n_carry
         (scope,) = node.scope.children[node.position]
         inputs = [scope.env[v] for v in body.invars[n_consts:]]
-        wholes = parts.ins[n_consts + n_carry :]
-        over = self._gone_over(parts, inputs[n_carry:], wholes)
+        stacked = parts.ins[n_consts + n_carry :]
+        over = self._gone_over(parts, inputs[n_carry:], stacked)
         new = self.alg.new_index
         loop = Loop(
             node,
@@ -76,7 +76,7 @@ class LoopForms(ReturningLoops):
             after = tuple(skips.carries.get(v, v) for v in loop.after[:n_carry])
             loop = replace(loop, after=(*after, *loop.after[n_carry:]))
         self._note(loop)
-        for value, whole in zip(inputs[n_carry:], wholes, strict=True):
+        for value, whole in zip(inputs[n_carry:], stacked, strict=True):
             if over is None or not self._is_of(over, value):
                 loops.steps[value] = whole, loop.index
         loops.varying.clear()
@@ -95,7 +95,7 @@ class LoopForms(ReturningLoops):
         return loop
 
     def _gone_over(
-        self, parts: Counted, inputs: Sequence[int], wholes: Sequence[int]
+        self, parts: Counted, inputs: Sequence[int], stacked: Sequence[int]
     ) -> Loop | None:
         """The loop over whose steps one goes back; None if it reads no other's steps.
 
@@ -107,7 +107,7 @@ class LoopForms(ReturningLoops):
         """
         wrote: dict[int, Loop] = {}
         reads: dict[int, Loop] = {}
-        for value, whole in zip(inputs, wholes, strict=True):
+        for value, whole in zip(inputs, stacked, strict=True):
             over = self._writer(value, whole)
             if over is not None:
                 wrote[over.node.outs[-1]] = over

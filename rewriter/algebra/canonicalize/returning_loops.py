@@ -75,7 +75,7 @@ class ReturningLoops:
             return form
         if all(f == TRUE for f, _ in mine):
             raise OverBudget("a sum over the steps")
-        step = _beside(alg, rest, [flag for flag, _ in mine])
+        step = _without(alg, rest, [flag for flag, _ in mine])
         return self._as_function(loop, k, at, step, first)
 
     def _as_function(
@@ -175,7 +175,7 @@ def _names(over: Loop) -> Mapping[int, int]:
     return dict(zip(over.before, over.after, strict=False))
 
 
-def _beside(alg: Algebra, form: Poly, flags: Iterable[int]) -> Poly:
+def _without(alg: Algebra, form: Poly, flags: Iterable[int]) -> Poly:
     """A form where none of some conditions holds.
 
     Raises:

@@ -113,9 +113,9 @@ class _Body:
         for eqn in self.jaxpr.eqns:
             odd = _is_of_matrices(eqn) and _odd_axes(eqn, self.around)
             product = _Product.of(eqn, odd) if odd else None
-            told = product and self._told(product)
-            if product and told:
-                self.found.append(told)
+            estimate = product and self._estimate_of(product)
+            if product and estimate:
+                self.found.append(estimate)
                 eqns += self._written(product)
             else:
                 eqns.append(eqn)
@@ -124,7 +124,7 @@ class _Body:
         outs = getattr(self.jaxpr, "jaxpr", self.jaxpr).outvars
         return _jax.with_equations(self.jaxpr, eqns, outs)
 
-    def _told(self, product: _Product) -> Aligned | None:
+    def _estimate_of(self, product: _Product) -> Aligned | None:
         """The estimate of a padded product; None if it does not pay."""
         work = flops_of(product.eqn)
         assert work is not None

@@ -37,7 +37,7 @@ GPU does while it writes and reads a byte twice."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class Saved:
     """A value saved for a checkpoint, which does not compute it again.
 
     Attributes:
@@ -55,7 +55,7 @@ class Kept:
     flops: float
 
 
-def save(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Kept, ...]]:
+def save(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Saved, ...]]:
     """Returns a program that saves recomputed results within a memory budget.
 
     Args:
@@ -63,26 +63,26 @@ def save(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Kept, ..
             returned itself if nothing is saved.
         memory: The budget in bytes, for all checkpoints together.
     """
-    saved: list[Kept] = []
+    saved: list[Saved] = []
 
     def change(body: Any) -> Any:
         for place in _places(body):
             chosen = _chosen(place.found, memory - sum(k.bytes for k in saved))
             if chosen:
-                saved.extend(a.kept() for a in chosen)
+                saved.extend(a.entry() for a in chosen)
                 return change(place.keep(chosen))
         return body
 
     return (map_bodies(program, change) if memory else program), tuple(saved)
 
 
-def unspent(program: ClosedJaxpr) -> tuple[Kept, ...]:
+def unspent(program: ClosedJaxpr) -> tuple[Saved, ...]:
     """Returns what `save` would save with unlimited memory."""
-    saved: list[Kept] = []
+    saved: list[Saved] = []
 
     def look(body: Any) -> Any:
         for place in _places(body):
-            saved.extend(a.kept() for a in _chosen(place.found, math.inf))
+            saved.extend(a.entry() for a in _chosen(place.found, math.inf))
         return body
 
     map_bodies(program, look)
@@ -121,12 +121,12 @@ class _Again:
         cost = flops_of(self.eqn)
         return self.turns * cost.flops if cost is not None else 0.0
 
-    def kept(self) -> Kept:
+    def entry(self) -> Saved:
         """Its entry in the report."""
         use = self.eqn.params.get("use")
         what = use.op.name if use is not None else "product"
         where = _jax.source_of(self.eqn)
-        return Kept(what, where, self.turns, self.bytes, self.flops)
+        return Saved(what, where, self.turns, self.bytes, self.flops)
 
 
 # ------------------------------------------------------------------------ the same

@@ -44,7 +44,7 @@ CHEAP = frozenset({
 })  # fmt: skip
 """Primitives that XLA fuses with the readers of their results."""
 
-FEW, MOVED = 16.0, 3.0
+LIGHT, MOVED = 16.0, 3.0
 """The most operations per byte, and bytes moved per byte of the result, of a site that
 costs about as much as reading its operands, as norms do."""
 
@@ -342,4 +342,4 @@ def _reads_only(eqn: Any) -> bool:
     cost = flops_of(eqn)
     if cost is None:
         return False
-    return cost.intensity <= FEW and cost.bytes <= MOVED * size(eqn.outvars[0])
+    return cost.intensity <= LIGHT and cost.bytes <= MOVED * size(eqn.outvars[0])

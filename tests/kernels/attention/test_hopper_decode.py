@@ -19,7 +19,7 @@ from rewriter.kernels.attention.hopper_decode.config import (
     fits_sizes,
     shared_memory,
 )
-from rewriter.kernels.attention.hopper_decode.work_split import Line
+from rewriter.kernels.attention.hopper_decode.work_split import WorkQueue
 from rewriter.ops import device
 from rewriter.ops.kernel import Spec, spec_of, worth_measuring
 from rewriter.ops.registry import registry
@@ -53,7 +53,7 @@ def test_every_block_is_taken_once_and_evenly(case: Any) -> None:
     """Pieces have numbers of their own, those of a pair follow each other."""
     counts, heads, readers = case
     b, ends = len(counts), np.cumsum(counts)
-    line = Line(readers, b, heads, jnp.asarray(ends, jnp.int32))
+    line = WorkQueue(readers, b, heads, jnp.asarray(ends, jnp.int32))
     total = int(ends[-1]) * heads
     every = lambda f, n: map(
         np.asarray, jax.jit(jax.vmap(f))(np.arange(n, dtype="int32"))

@@ -15,7 +15,7 @@ import rewriter
 from rewriter.kernels.ragged.dot.hopper import by_rows
 from rewriter.kernels.ragged.dot.hopper.config import Tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER, WITHOUT
-from rewriter.kernels.shared.gated_tiles import APART
+from rewriter.kernels.shared.gated_tiles import SEPARATE
 from rewriter.ops import device
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.kernel import spec_of, worth_measuring
@@ -40,7 +40,7 @@ UNIT, UNITS = (registry().kernel(op, "hopper") for op in (DENSE, EXPERTS))
 PARTS = registry().kernel(EXPERTS, "by_parts_hopper")
 BIASES = ("b_gate", "b_up")
 TILES = [
-    Tiles(), Tiles(64, 256), Tiles(256, 128, behind=False), APART, Tiles(64, 512, 2),
+    Tiles(), Tiles(64, 256), Tiles(256, 128, behind=False), SEPARATE, Tiles(64, 512, 2),
     Tiles(64, 256, apart=True), Tiles(behind=False),
 ]  # fmt: skip
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from rewriter.kernels.ragged.dot import tiled, xla
 from rewriter.kernels.ragged.dot.estimate import estimate
-from rewriter.kernels.ragged.dot.forward import forward as forward_of
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.hopper.config import configs as configs
 from rewriter.kernels.ragged.dot.hopper.config import default as default
 from rewriter.kernels.ragged.dot.hopper.config import fits as fits
 from rewriter.kernels.ragged.dot.rows import anywhere
+from rewriter.kernels.ragged.dot.use import Use
+from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -61,15 +63,7 @@ def supports(spec: Spec) -> Verdict:
     )
 
 
-def _product(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    mode: str,
-    dtype: Any,
-    precision: str | None,
-    config: Tiles | None,
-) -> Array:
+def _product(use: Use, config: Tiles | None) -> Array:
     """The result, by the kernel for its mode.
 
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
@@ -78,12 +72,10 @@ def _product(
     from rewriter.kernels.ragged.dot.hopper.by_groups import product_of_groups
     from rewriter.kernels.ragged.dot.hopper.by_rows import rows_times_matrices
 
-    del precision
-    tiles = config or Tiles()
-    if mode == "contracting":
-        return product_of_groups(lhs, rhs, group_sizes, dtype, tiles)
-    turned = mode == "transposed"
-    return rows_times_matrices(lhs, rhs, group_sizes, turned, dtype, tiles)
+    given, tiles = (use.lhs, use.rhs, use.group_sizes), config or Tiles()
+    if use.contracting:
+        return product_of_groups(*given, use.dtype, tiles)
+    return rows_times_matrices(*given, use.transposed, use.dtype, tiles)
 
 
 forward = functools.partial(forward_of, _product)
@@ -112,17 +104,8 @@ def backward(
 SPACE = Space(Tiles, default, configs, fits)
 
 KERNEL = anywhere(
-    Kernel(
-        name="hopper",
-        op="ragged_dot",
-        platforms=("cuda",),
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports, runs_on),
-        speed=Speed(by_estimate, by_rule=False, estimate=estimate),
-        traits=Traits(memory_bounded=True, saves_out=False),
-        space=SPACE,
-        backward_space=SPACE,
+    HOPPER.kernel(
+        "ragged_dot", forward, backward, supports,
+        Speed(by_estimate, by_rule=False, estimate=estimate), SPACE, SPACE,
     )
-)
+)  # fmt: skip

@@ -120,8 +120,8 @@ class Tiles:
     def shared_memory(self) -> int:
         """Bytes of shared memory for 16-bit operands."""
         operands = 2 * STEP * self.stages * (self.block_m + self.block_n)
-        told = KIB if self.claimed else 0
-        return operands + 2 * WARPGROUPS * STORED + BARRIERS + told
+        claims = KIB if self.claimed else 0
+        return operands + 2 * WARPGROUPS * STORED + BARRIERS + claims
 
     @property
     def registers(self) -> int:

@@ -19,10 +19,12 @@ from rewriter.kernels.ragged.dot.op import OP
 from rewriter.kernels.ragged.dot.op import STORED as STORED_OP
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.stored_estimate import ROWS, estimate
+from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
-from rewriter.ops.stored import EIGHT_BITS, widened, widened_spec
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
+from rewriter.ops.stored import EIGHT_BITS, widened_operands, widened_spec
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -83,17 +85,22 @@ def supports(spec: Spec) -> Verdict:
 def default(spec: Spec, device: Device) -> Tiles:
     """Returns the default config, by rows of a group."""
     del device
-    return Tiles() if _few(spec) else MANY
+    return Tiles() if _few_rows(spec) else MANY
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
     """Returns configs worth measuring, most promising first."""
     del device
-    few = [Tiles(), Tiles(64, 128, 8), Tiles(64, 128, apart=True), Tiles(behind=False)]
-    return few if _few(spec) else [MANY, replace(MANY, width=16), *few[:1]]
+    small = [
+        Tiles(),
+        Tiles(64, 128, 8),
+        Tiles(64, 128, apart=True),
+        Tiles(behind=False),
+    ]
+    return small if _few_rows(spec) else [MANY, replace(MANY, width=16), *small[:1]]
 
 
-def _few(spec: Spec) -> bool:
+def _few_rows(spec: Spec) -> bool:
     """Whether groups have, on average, no more rows than a small tile."""
     return spec.shape("lhs")[0] <= ROWS[0] * spec.shape("group_sizes")[0]
 
@@ -111,93 +118,59 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
 
 
 def forward(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
+    *operands: Array,
     rhs_scale: Array | None = None,
-    *,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
     residuals: bool = False,
     config: Tiles | None = None,
+    **given: Any,
 ) -> Any:
     """Returns the ragged dot, as `reference` does, for supported uses.
 
     Products are exact in the float32 that they are summed in, so that `precision`
     changes nothing. Numbers times their scale are rounded to the dtype of lhs.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
-        mode: "forward" or "transposed".
-        out_dtype: The result's dtype, that of lhs by default.
+        *operands: The first fields of `Use`.
+        rhs_scale: [g, n].
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
+        **given: The other fields of `Use`. The result is of the dtype of lhs by
+            default.
     """
     from rewriter.kernels.ragged.dot.hopper import narrow
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
-    del precision
-    turned = mode == "transposed"
+    use = Use(*operands, **given)
     scales = () if rhs_scale is None else (narrow.rows(rhs_scale),)
-    branch = Branch(rhs, within=scales, of_groups=True)
+    branch = Branch(use.rhs, within=scales, of_groups=True)
     steps = narrow.SCALED if scales else ()
     (out,) = combined(
-        NAME, lhs, [branch], rhs.shape[1 if turned else 2], group_sizes,
-        [lambda product: product], jnp.dtype(out_dtype or lhs.dtype),
-        config or Tiles(), turned, functools.partial(narrow.side, steps=steps),
+        NAME, use.lhs, [branch], use.columns, use.group_sizes,
+        [lambda product: product], jnp.dtype(use.out_dtype or use.lhs.dtype),
+        config or Tiles(), use.transposed, functools.partial(narrow.side, steps=steps),
     )  # fmt: skip
     return (out, ()) if residuals else out
 
 
-def backward(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    rhs_scale: Array | None = None,
-    *,
-    out: None = None,
-    residuals: tuple[()] = (),
-    cotangent: Array,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
-    config: Any = None,
-) -> dict[str, Array]:
+def backward(*, cotangent: Array, config: Any = None, **given: Any) -> dict[str, Array]:
     """Returns the cotangent of lhs, by the dequantized matrices.
 
     The reference computes those of the scale, and of float matrices.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
-        out: Not needed.
-        residuals: Empty.
         cotangent: As the result of `forward`.
         config: Not needed.
+        **given: As for `rewriter.kernels.ragged.dot.xla.backward`, and ``rhs_scale``.
     """
-    del out, residuals, config
-    axis = 2 if mode == "transposed" else 1
-    given = ragged_dot.backward(
-        lhs=lhs, rhs=widened(rhs, rhs_scale, axis, lhs.dtype), group_sizes=group_sizes,
-        cotangent=cotangent, mode=mode, out_dtype=out_dtype, precision=precision,
-    )  # fmt: skip
-    return {"lhs": given["lhs"]}
+    del config
+    found = ragged_dot.backward(cotangent=cotangent, **widened_operands(OP, given))
+    return {"lhs": found["lhs"]}
 
 
 KERNEL = anywhere(
-    Kernel(
-        name="hopper",
-        op=NAME,
-        platforms=("cuda",),
-        version=2,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports, runs_on),
-        speed=Speed(by_estimate, estimate=estimate),
-        traits=Traits(memory_bounded=True, saves_out=False),
-        space=Space(Tiles, default, configs, fits),
+    HOPPER.kernel(
+        NAME, forward, backward, supports, Speed(by_estimate, estimate=estimate),
+        Space(Tiles, default, configs, fits), version=2,
     )
-)
+)  # fmt: skip

@@ -7,13 +7,12 @@ they are first traced.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import xla
 from rewriter.kernels.ragged.dot.estimate import estimate
-from rewriter.kernels.ragged.dot.forward import forward as forward_of
 from rewriter.kernels.ragged.dot.products import Product
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.tpu.config import NAMES, Tiles, blocks, smallest, vmem
@@ -23,16 +22,17 @@ from rewriter.kernels.ragged.dot.tpu.config import default_backward as default_b
 from rewriter.kernels.ragged.dot.tpu.config import fits as fits
 from rewriter.kernels.ragged.dot.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.ragged.dot.tpu.config import steps as steps
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.ragged.dot.use import Use
+from rewriter.kernels.ragged.dot.use import forward as forward_of
+from rewriter.kernels.shared.kinds import TPU
+from rewriter.kernels.shared.tpu import by_device, refused_dtypes, refused_precision
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
     from rewriter.ops.kernel import Spec
-
-DTYPES = ("bfloat16", "float32")
-PRECISIONS = (None, "default", "high", "highest")
 
 
 def supports(spec: Spec) -> Verdict:
@@ -42,52 +42,29 @@ def supports(spec: Spec) -> Verdict:
     base = xla.supports(spec)
     if not base.ok:
         return base
-    found = [YES]
-    made = spec.param("out_dtype") or str(
-        jnp.result_type(spec.dtype("lhs"), spec.dtype("rhs"))
-    )
-    for name, dtype in (
-        ("lhs", spec.dtype("lhs")), ("rhs", spec.dtype("rhs")), ("the result", made),
-    ):  # fmt: skip
-        if dtype not in DTYPES:
-            text = f"{name} is {dtype}, not {' or '.join(DTYPES)}"
-            found.append(no("dtype", text))
-    if spec.param("precision") not in PRECISIONS:
-        text = f"precision {spec.param('precision')!r} is no choice of the compiler"
-        found.append(no("precision", text))
-    return all_of(*found, smallest(spec))
+    dtypes = {"lhs": spec.dtype("lhs"), "rhs": spec.dtype("rhs")}
+    made = spec.param("out_dtype") or str(jnp.result_type(*dtypes.values()))
+    found = refused_dtypes({**dtypes, "the result": made}) + refused_precision(spec)
+    return all_of(YES, *found, smallest(spec))
 
 
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: the gain depends on the generation, which `estimate` knows."""
-    del spec, platform
-    return no("device", "which TPU it is decides, and that is not known")
-
-
-def _product(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    mode: str,
-    dtype: Any,
-    precision: str | None,
-    config: Tiles | None,
-) -> Array:
+def _product(use: Use, config: Tiles | None) -> Array:
     """The result, by the kernel for its mode."""
     from rewriter.kernels.ragged.dot.tpu.by_groups import product_of_groups
     from rewriter.kernels.ragged.dot.tpu.by_rows import rows_times_matrices
 
-    n = rhs.shape[1 if mode == "transposed" else -1]
-    items = lhs.dtype.itemsize, rhs.dtype.itemsize, dtype.itemsize
-    product = Product(mode, *lhs.shape, n, len(group_sizes), items)
+    lhs, rhs, precision = use.lhs, use.rhs, use.precision
+    items = lhs.dtype.itemsize, rhs.dtype.itemsize, use.dtype.itemsize
+    groups = len(use.group_sizes)
+    product = Product(use.mode, *lhs.shape, use.columns, groups, items)
     tiles = config or Tiles()
-    if mode == "contracting":
+    if use.contracting:
         return product_of_groups(
-            lhs, rhs, group_sizes, product, dtype, precision, tiles
+            lhs, rhs, use.group_sizes, product, use.dtype, precision, tiles
         )
     (out,) = rows_times_matrices(
-        lhs, [rhs], group_sizes, product, [dtype], precision,
-        blocks(product, tiles), vmem(product, tiles), NAMES[mode],
+        lhs, [rhs], use.group_sizes, product, [use.dtype], precision,
+        blocks(product, tiles), vmem(product, tiles), NAMES[use.mode],
     )  # fmt: skip
     return out
 
@@ -101,17 +78,10 @@ backward = functools.partial(xla.backward, product=forward)
 
 
 KERNEL = anywhere(
-    Kernel(
-        name="mosaic_tpu",
-        op="ragged_dot",
-        platforms=("tpu",),
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports),
-        speed=Speed(profitable, estimate=estimate, steps=steps),
-        traits=Traits(memory_bounded=True, saves_out=False, tried=False),
-        space=Space(Tiles, default, configs, fits),
-        backward_space=Space(Tiles, default_backward, configs, fits_backward),
+    TPU.kernel(
+        "ragged_dot", forward, backward, supports,
+        Speed(by_device, estimate=estimate, steps=steps),
+        Space(Tiles, default, configs, fits),
+        Space(Tiles, default_backward, configs, fits_backward),
     )
-)
+)  # fmt: skip

@@ -6,7 +6,6 @@ first traced.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,11 @@ import jax.numpy as jnp
 from rewriter.kernels.ragged.dot import tpu as ragged_dot
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.gated_linear_unit import by_parts
-from rewriter.kernels.ragged.gated_linear_unit.by_parts import part_of
+from rewriter.kernels.ragged.gated_linear_unit.by_parts import (
+    ByParts,
+    part_of,
+    refused_halves,
+)
 from rewriter.kernels.ragged.gated_linear_unit.estimate import estimate
 from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
     NAME,
@@ -27,31 +30,18 @@ from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
     vmem,
 )
 from rewriter.kernels.ragged.gated_linear_unit.tpu.config import configs as configs
-from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
-    configs_of_parts as configs_of_parts,
-)
 from rewriter.kernels.ragged.gated_linear_unit.tpu.config import default as default
-from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
-    default_backward as default_backward,
-)
-from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
-    default_of_parts as default_of_parts,
-)
 from rewriter.kernels.ragged.gated_linear_unit.tpu.config import fits as fits
-from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
-    fits_backward as fits_backward,
-)
-from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
-    fits_parts as fits_parts,
-)
 from rewriter.kernels.ragged.gated_linear_unit.tpu.config import steps as steps
 from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
     steps_of_parts as steps_of_parts,
 )
 from rewriter.kernels.ragged.gated_linear_unit.use import Use
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
+from rewriter.kernels.shared.kinds import TPU
+from rewriter.kernels.shared.tpu import by_device, refused_dtypes, refused_precision
 from rewriter.ops import tpu
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -71,11 +61,7 @@ def supports(spec: Spec) -> Verdict:
     if spec.param("activation") in WITHOUT:
         text = f"{spec.param('activation')} needs expm1, which the compiler lacks"
         found.append(no("activation", text))
-    columns = spec.shape("w")[2]
-    if spec.param("halves") and columns % (2 * tpu.LANES):
-        text = f"half of {columns} columns is not a multiple of {tpu.LANES}"
-        found.append(no("halves", text))
-    verdict = all_of(YES, *found)
+    verdict = all_of(YES, *found, *refused_halves(spec, tpu.LANES))
     return smallest(spec) if verdict.ok else verdict
 
 
@@ -88,20 +74,7 @@ def supports_parts(spec: Spec) -> Verdict:
         "w_up": dict(spec.dtypes).get("w_up"),
         "the result": spec.param("out_dtype"),
     }
-    for name, dtype in others.items():
-        if dtype not in (*ragged_dot.DTYPES, None):
-            text = f"{name} is {dtype}, not {' or '.join(ragged_dot.DTYPES)}"
-            found.append(no("dtype", text))
-    if spec.param("precision") not in ragged_dot.PRECISIONS:
-        text = f"precision {spec.param('precision')!r} is no choice of the compiler"
-        found.append(no("precision", text))
-    return all_of(*found)
-
-
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: the gain depends on the generation, which is unknown here."""
-    del spec, platform
-    return no("device", "which TPU it is decides, and that is not known")
+    return all_of(*found, *refused_dtypes(others), *refused_precision(spec))
 
 
 def forward(
@@ -141,28 +114,13 @@ def forward(
     return (out, tuple(branches)) if residuals else out
 
 
-forward_by_parts = functools.partial(by_parts.forward, product=ragged_dot.forward)
-"""Returns the result by the kernels of ragged dots, for supported parts."""
-
-backward = functools.partial(by_parts.backward, product_backward=ragged_dot.backward)
-"""The cotangents of x and the matrices, by the kernels of ragged dots."""
-
-
-BACKWARD = Space(Tiles, default_backward, configs_of_parts, fits_backward)
+PARTS = ByParts.of(ragged_dot.KERNEL)
 
 KERNEL = anywhere(
-    Kernel(
-        name="mosaic_tpu",
-        op="ragged_gated_linear_unit",
-        platforms=("tpu",),
-        version=1,
-        forward=forward,
-        backward=backward,
-        limits=Limits(supports),
-        speed=Speed(profitable, estimate=estimate, steps=steps),
-        traits=Traits(memory_bounded=True, saves_out=False, tried=False),
-        space=Space(Tiles, default, configs, fits),
-        backward_space=BACKWARD,
+    TPU.kernel(
+        NAME, forward, PARTS.backward, supports,
+        Speed(by_device, estimate=estimate, steps=steps),
+        Space(Tiles, default, configs, fits), PARTS.backward_space,
     ),
     "x",
-)
+)  # fmt: skip

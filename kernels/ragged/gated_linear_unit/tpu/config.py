@@ -90,20 +90,10 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     return all_of(YES, *found)
 
 
-def fits_backward(config: Tiles, spec: Spec, device: Device) -> Verdict:
-    """Returns whether the ragged dots of the cotangents can run."""
-    return ragged_dot.fits_backward(config, part_of(spec), device)
-
-
 def default(spec: Spec, device: Device) -> Tiles:
     """Returns the largest tiles that fit, among those with the fewest cycles."""
     fitting = (t for t in _ladder(spec, device) if fits(t, spec, device).ok)
     return next(fitting, SMALLEST)
-
-
-def default_backward(spec: Spec, device: Device) -> Tiles:
-    """Returns the tiles of the ragged dots of the cotangents."""
-    return ragged_dot.default_backward(part_of(spec), device)
 
 
 SMALLEST = Tiles(256, 256, 256, 256, 128)
@@ -126,25 +116,13 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
     return made + [replace(t, chunk=t.chunk // 2) for t in made[:2]]
 
 
-def fits_parts(config: Tiles, spec: Spec, device: Device) -> Verdict:
-    """Returns whether the ragged dots can run, each by itself."""
-    return ragged_dot.fits(config, part_of(spec), device)
-
-
-def default_of_parts(spec: Spec, device: Device) -> Tiles:
-    """Returns the tiles of the ragged dots, each by itself."""
-    return ragged_dot.default(part_of(spec), device)
-
-
-def configs_of_parts(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles of the ragged dots worth measuring, also of the cotangents."""
-    return ragged_dot.configs(part_of(spec), device)
-
-
 def smallest(spec: Spec) -> Verdict:
     """Returns whether every TPU can run both passes with the smallest tiles."""
     anywhere = Device("", "tpu")
-    return all_of(*(f(SMALLEST, spec, anywhere) for f in (fits, fits_backward)))
+    return all_of(
+        fits(SMALLEST, spec, anywhere),
+        ragged_dot.fits_backward(SMALLEST, part_of(spec), anywhere),
+    )
 
 
 def steps(
