@@ -46,9 +46,9 @@ def reference(
         used: Only so many of the first classes have logits; 0 for all. It is not for
             losses with `label_smoothing`.
         fill: The logit of the other classes, far below all logits.
-        reduced: Whether the result is not the loss, but what it is made of: the
-            log-sum-exp of each row, the picked logit or 0, and with `label_smoothing`
-            the sum of the logits. These are of some of all classes, from `first` on.
+        reduced: Whether the result is what the loss is made of, for some of all
+            classes, from `first` on. These are the log-sum-exp of each row and the
+            picked logit or 0. With `label_smoothing`, the sum of the logits follows.
         out_dtype: The result's dtype; that in which it is computed by default.
 
     Returns:

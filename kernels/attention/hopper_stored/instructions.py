@@ -13,17 +13,17 @@ from jax import numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import llvm
 
 from rewriter.kernels.quantized_dot.few_rows import registers
-from rewriter.kernels.quantized_dot.few_rows.instructions import (
+from rewriter.kernels.quantized_dot.few_rows.registers import emit, f32
+from rewriter.kernels.quantized_dot.few_rows.threads import (
     Thread,
     address,
-    load_four,
+    number,
     pointer,
-    store_row,
 )
-from rewriter.kernels.quantized_dot.few_rows.registers import emit, f32
+from rewriter.kernels.quantized_dot.few_rows.totals import load_four, store_row
 from rewriter.kernels.shared import pallas_gpu
 
 TILE = pallas_gpu.ACCUMULATOR
@@ -54,7 +54,7 @@ def over_keys(x: Any, scratch: Any, verb: str) -> Any:
         registers_, count = x.registers, shape[1] // 8
         for j in range(count):
             for e in (0, 1):
-                value = both(_entry(x, 2 * j, e), _entry(x, 2 * j + 1, e))
+                value = both(number(x, 2 * j, e), number(x, 2 * j + 1, e))
                 for distance in (4, 8, 16):
                     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
                     value = both(value, emit(text, [value], f32(), effects=True))
@@ -115,7 +115,7 @@ def store_weights(x: Any, place: Any) -> None:
                 given = [thread.warp, thread.column_of_lane, thread.row_of_lane, base]
                 first = emit(text, given)
                 for j in range(x.shape[1] // 8):
-                    value = _entry(x, 2 * j + half, e)
+                    value = number(x, 2 * j + half, e)
                     text = (
                         f"{{ .reg .b16 x; cvt.rn.{short}.f32 x, $1;"
                         f" st.shared.b16 [$0+{1024 * j}], x; }}"
@@ -146,7 +146,7 @@ def store_columns(x: Any, place: Any) -> None:
                     "{ .reg .pred first; setp.eq.u32 first, $0, 0;"
                     f" @first st.shared.f32 [$1+{32 * j + 4 * e}], $2; }}"
                 )
-                _do(text, [other, mine, _entry(x, 2 * j, e)], "r,r,f,~{memory}")
+                _do(text, [other, mine, number(x, 2 * j, e)], "r,r,f,~{memory}")
 
     run(x, place)
 
@@ -245,11 +245,6 @@ def combine(
                 _do(text, given, "r,r,f,f,l,~{memory}")
 
     run(partial, stats, out, more)
-
-
-def _entry(array: Any, register: int, entry: int) -> Any:
-    """A number of a register of a tile."""
-    return vector.extract(array.registers.flat[register], [], [entry])
 
 
 def _do(text: str, given: list[Any], letters: str) -> None:

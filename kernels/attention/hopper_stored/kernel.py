@@ -26,6 +26,7 @@ from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper_stored import instructions
 from rewriter.kernels.attention.hopper_stored.config import KEYS, Tiles
 from rewriter.kernels.quantized_dot.few_rows import instructions as stored
+from rewriter.kernels.quantized_dot.few_rows import threads, totals
 from rewriter.kernels.quantized_dot.few_rows.config import CHUNK
 from rewriter.kernels.quantized_dot.few_rows.kernel import PART, Use
 from rewriter.kernels.shared import pallas_gpu
@@ -72,11 +73,11 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
 
     Args:
         p: The problem.
-        named: ``q`` [b * heads, queries, h], queries in eights; ``k`` and ``v`` by
-            `Problem.axes`; ``limits`` int32 [b, 3 queries + 2]; ``k_scale`` and
-            ``v_scale`` [b * heads, s], if present. Limits are for each query the first
-            and the last key that it sees, and 1 if all keys count the same. Then follow
-            the first block of keys, and the one behind the last.
+        named: ``q`` [b * heads, queries, h], with queries in eights. ``k`` and ``v``
+            are laid out by `Problem.axes`. ``limits`` are int32 [b, 3 queries + 2].
+            ``k_scale`` and ``v_scale`` are [b * heads, s], if present. Limits are for
+            each query the first and the last key that it sees, and 1 if all keys count
+            the same. Then follow the first block of keys, and the one behind the last.
     """
     pairs, queries, h = named["q"].shape
     e, config = named["v"].shape[3], p.config
@@ -161,14 +162,14 @@ class _Block:
         def _() -> None:
             self.copy()
 
-        stored.meet()
+        threads.meet()
         instructions.combine(
             self.x["partial"], self.x["stats"], self.given["out"].at[self.program],
             self.given["lse"].at[self.program] if "lse" in self.given else None,
             self.p.config.splits, self.p.zero,
         )  # fmt: skip
         if self.p.config.splits > 1:
-            stored.meet()  # no block ends while another one reads its results
+            threads.meet()  # no block ends while another one reads its results
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.p.config.stages))
@@ -241,7 +242,7 @@ class _Block:
         total = instructions.over_keys(
             total, x["reduced"].at[turn, lax.rem(count, jnp.int32(2))], "add"
         )
-        stored.store_sums(out, x["partial"].at[turn], p.values)
+        totals.store_sums(out, x["partial"].at[turn], p.values)
         for i, value in enumerate((top, total)):
             instructions.store_columns(value, x["stats"].at[turn, i])
 

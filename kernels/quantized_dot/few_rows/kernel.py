@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.quantized_dot.few_rows import instructions
+from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
 from rewriter.kernels.quantized_dot.few_rows.config import CHUNK, Tiles, padded
 from rewriter.kernels.quantized_dot.few_rows.registers import Steps
 from rewriter.kernels.shared import pallas_gpu
@@ -153,14 +153,14 @@ class _Block:
         def _() -> None:
             self.copy()
 
-        instructions.meet()
+        threads.meet()
         across = pl.ds(self.column, self.use.config.block_n)
-        instructions.add_up(
+        totals.add_up(
             self.shared["partial"], self.out.at[:, across],
             [x.at[across] for x in self.behind], self.use.config, self.use.behind,
         )  # fmt: skip
         if self.use.config.splits > 1:
-            instructions.meet()  # no block ends while another one reads its sums
+            threads.meet()  # no block ends while another one reads its sums
 
     @property
     def column(self) -> Any:
@@ -254,4 +254,4 @@ class _Block:
         sums = lax.optimization_barrier(lax.fori_loop(0, count, one, zeros))
         rows = pl.ds(0, left.shape[1])
         place = x["partial"].at[turn, rows, columns]
-        instructions.store_sums(sums, place, self.use)
+        totals.store_sums(sums, place, self.use)

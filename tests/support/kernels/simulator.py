@@ -40,7 +40,7 @@ from rewriter.kernels.attention.hopper import (
 from rewriter.kernels.attention.hopper_decode import decode, kernel, merge, work_split
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
 from rewriter.kernels.norms import hopper_team as norms_team
-from rewriter.kernels.quantized_dot.few_rows import instructions
+from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
 from rewriter.kernels.quantized_dot.few_rows import kernel as few_rows
 from rewriter.kernels.ragged.dot.hopper import (
     by_groups,
@@ -722,10 +722,10 @@ def simulated_few_rows() -> Iterator[None]:
         zeros = lambda shape: np.zeros(shape, np.float32)
         patch.setattr(pallas_gpu, "zeros", zeros)
         every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
-        patch.setattr(instructions, "meet", every)
+        patch.setattr(threads, "meet", every)
         patch.setattr(instructions, "multiply", _multiply_stored)
-        patch.setattr(instructions, "store_sums", store_sums)
-        patch.setattr(instructions, "add_up", add_up)
+        patch.setattr(totals, "store_sums", store_sums)
+        patch.setattr(totals, "add_up", add_up)
         yield
 
 

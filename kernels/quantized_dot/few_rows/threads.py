@@ -1,0 +1,124 @@
+"""Where the threads of a warpgroup lie, and what they read and write.
+
+Places of threads: tensor cores give a thread two rows, 8 apart, of each 64 x 8 part of
+a product. The matrix's columns are spread over these rows so that a thread has all the
+columns of a word: it reads a word once, and stores neighbouring sums together::
+
+    lane 4 q + t of warp w      columns  c (8 w + q) + 0, 1, ... c - 1.
+    Rows of the matrix          8 i + 2 t + 0 and 1.
+    64 rows of tensor cores     the j-th take columns 2 j and 2 j + 1 of these.
+
+A transposed matrix has two rows of a column in a word, and columns are in order::
+
+    lane 4 q + t of warp w      columns  64 j + 16 w + q + 0 and 8.
+
+In shared memory of the matrix, pieces of 16 bytes are exchanged. In rows of 128 bytes,
+piece p of row r lies at p xor (r mod 8); in rows of 64 bytes at p xor (r / 2 mod 4). So
+a warp's words lie in different banks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from rewriter.kernels.quantized_dot.few_rows.registers import emit, i32
+
+
+def meet() -> None:
+    """Waits until all threads of all blocks that share columns are here."""
+
+    @plgpu.inline_mgpu()
+    def run(context: Any) -> None:
+        del context
+        text = "barrier.cluster.arrive; barrier.cluster.wait;"
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)
+
+    run()
+
+
+class Thread:
+    """Where a thread lies in its warpgroup."""
+
+    def __init__(self) -> None:
+        thread = emit("mov.u32 $0, %tid.x;", [], effects=True)
+        self.warp = emit("bfe.u32 $0, $1, 5, 2;", [thread])
+        self.column_of_lane = emit("bfe.u32 $0, $1, 2, 3;", [thread])
+        self.row_of_lane = emit("and.b32 $0, $1, 3;", [thread])
+
+    def column(self, each: int) -> Any:
+        """The first of its columns in a tile, if it has so many."""
+        text = "{ .reg .b32 x; shl.b32 x, $1, 3; add.u32 x, x, $2;" + (
+            f" mul.lo.u32 $0, x, {each}; }}"
+        )
+        return emit(text, [self.warp, self.column_of_lane])
+
+    def swizzled(self, odd: int, size: int) -> Any:
+        """The byte of its columns in its first row, or in the one behind it.
+
+        Args:
+            odd: 1 for the row behind it.
+            size: Bytes of a row: 128 or 64.
+        """
+        key = "and.b32 key, row, 7;" if size == 128 else (
+            "shr.u32 key, row, 1; and.b32 key, key, 3;"
+        )  # fmt: skip
+        text = (
+            "{ .reg .b32 row, key, x, piece;\n"
+            f"shl.b32 row, $3, 1; add.u32 row, row, {odd}; {key}\n"
+            f"shl.b32 x, $1, 3; add.u32 x, x, $2; mul.lo.u32 x, x, {size // 32};\n"
+            "shr.u32 piece, x, 4; xor.b32 piece, piece, key; shl.b32 piece, piece, 4;\n"
+            "and.b32 x, x, 15; add.u32 x, x, piece;\n"
+            f"mad.lo.u32 $0, row, {size}, x; }}"
+        )
+        return emit(text, [self.warp, self.column_of_lane, self.row_of_lane])
+
+    def own_column(self) -> Any:
+        """The first of its columns, if tensor cores' rows are the columns in order."""
+        return emit("mad.lo.u32 $0, $1, 16, $2;", [self.warp, self.column_of_lane])
+
+    def piece(self, column: Any, piece: int, size: int, bits: int) -> Any:
+        """The byte of its first rows in a piece of 16 bytes of a column.
+
+        Args:
+            column: The column, whose rows lie together.
+            piece: The index of the piece.
+            size: Bytes of a column: 128 or 64.
+            bits: Those of a number.
+        """
+        key = "and.b32 x, $1, 7;" if size == 128 else (
+            "shr.u32 x, $1, 1; and.b32 x, x, 3;"
+        )  # fmt: skip
+        text = (
+            f"{{ .reg .b32 x, y; {key} xor.b32 x, x, {piece}; shl.b32 x, x, 4;\n"
+            f"mad.lo.u32 x, $1, {size}, x; mad.lo.u32 $0, $2, {bits // 4}, x; }}"
+        )
+        return emit(text, [column, self.row_of_lane])
+
+
+def address(memory: Any) -> Any:
+    """Returns the address of shared memory."""
+    return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(memory))
+
+
+def load(base: Any, offset: int, size: int = 4) -> Any:
+    """Returns 4 bytes of shared memory, or 2, or 1."""
+    kind = {4: "b32", 2: "u16", 1: "u8"}[size]
+    return emit(f"ld.shared.{kind} $0, [$1+{offset}];", [base], effects=True)
+
+
+def pointer(memory: Any) -> Any:
+    """Returns the address of global memory."""
+    wide = ir.IntegerType.get_signless(64)
+    return llvm.ptrtoint(wide, mgpu.utils.memref_ptr(memory))
+
+
+def number(array: Any, register: int, index: int) -> Any:
+    """A number of a register of a product."""
+    value = array.registers.flat[register]
+    return vector.extract(value, [], [index])
