@@ -1,7 +1,7 @@
 """A token of a quantized decoder in plain JAX, as written and rewritten.
 
   python3 -m tests.bench.quantized_decoder [--kinds "int8;int4"] [--batches "1;16;64"]
-      [--cache N] [--turns N] [--small] [--json PATH]
+      [--ways "as written;rewritten"] [--cache N] [--turns N] [--small] [--json PATH]
 
 Layers have the sizes of Llama 3 8B: width 4096, 32 heads of 128 that share 8 heads of
 keys, SwiGLU of 14336. Weights and the cache of keys and values are stored in few bits,
@@ -28,7 +28,7 @@ import functools
 import json
 import pathlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,7 +185,7 @@ def bytes_of(tree: Any) -> float:
 
 # ------------------------------------------------------------------- measurements
 def measured(
-    size: Size, kind: str, b: int, tokens: int, turns: int
+    size: Size, kind: str, b: int, tokens: int, turns: int, names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Returns a row for each way to run a step."""
     layers = [layer_of(size, kind, i) for i in range(size.layers)]
@@ -198,6 +198,7 @@ def measured(
         "rewritten": (rewriter.optimize(program), None),
         "one unit": (rewriter.optimize(program, implementation=ONE_UNIT), None),
     }
+    ways = {name: ways[name] for name in names}
     want = jax.jit(program)(*args)[0].astype(F32)
     rows, running = [], []
     for name, (run, _) in ways.items():
@@ -232,16 +233,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default=";".join(KINDS))
     parser.add_argument("--batches", default="1;16;64")
+    parser.add_argument("--ways", default="as written;rewritten;one unit")
     parser.add_argument("--cache", type=int, default=4096)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
     size, tokens = (SMALL, 64) if given.small else (Size(), given.cache)
+    ways = given.ways.split(";")
     rows = []
     for kind in given.kinds.split(";"):
         for b in map(int, given.batches.split(";")):
-            found = measured(size, kind, b, tokens, given.turns)
+            found = measured(size, kind, b, tokens, given.turns, ways)
             rows += found
             print(*map(json.dumps, found), sep="\n", flush=True)
     if given.json:
