@@ -24,24 +24,23 @@ class Loops:
     """The loops that were seen, by what their carries are.
 
     Attributes:
-        graph: The graph that they are in.
         numbers: By content, the number of a value of a body.
         carries: By what they are, the last carries of the first such loop.
         seen: Loops that are not in `carries` yet: what they are is told once there is a
             recomputation.
     """
 
-    graph: Any
     numbers: dict[Hashable, int] = field(default_factory=dict)
     carries: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     seen: list[tuple[Any, Sequence[int], tuple[int, ...]]] = field(default_factory=list)
 
     def first(
-        self, eqn: Any, ins: Sequence[int], outs: Sequence[int], again: bool
+        self, graph: Any, eqn: Any, ins: Sequence[int], outs: Sequence[int], again: bool
     ) -> tuple[int, ...]:
         """The last carries of the first loop that has the same ones as a recomputation.
 
         Args:
+            graph: The graph that it is in. It is not kept: it has these loops.
             eqn: A scan.
             ins: Its operands, as values of the graph.
             outs: Its last carries, as values of the graph; they are returned if there
@@ -53,10 +52,25 @@ class Loops:
             return tuple(outs)
         while self.seen:
             earlier, its_ins, its_outs = self.seen.pop(0)
-            self.carries.setdefault(self._key(earlier, its_ins), its_outs)
-        return self.carries.get(self._key(eqn, ins) or object(), tuple(outs))
+            key = _Keys(graph, self.numbers).of(earlier, its_ins)
+            self.carries.setdefault(key, its_outs)
+        key = _Keys(graph, self.numbers).of(eqn, ins)
+        return self.carries.get(key or object(), tuple(outs))
 
-    def _key(self, eqn: Any, ins: Sequence[int]) -> Hashable:
+
+@dataclass(frozen=True)
+class _Keys:
+    """What the last carries of loops are.
+
+    Attributes:
+        graph: The graph that they are in.
+        numbers: As `Loops.numbers`.
+    """
+
+    graph: Any
+    numbers: dict[Hashable, int]
+
+    def of(self, eqn: Any, ins: Sequence[int]) -> Hashable:
         """What the last carries of a scan are; None if that is not told."""
         body, n_consts, n_carry, length = _jax.scan_parts(eqn)
         if eqn.effects or not n_carry:

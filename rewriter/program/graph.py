@@ -122,7 +122,7 @@ class Graph:
         self._known: dict[Any, Any] = {}
         self._signatures: dict[Any, int] = {}
         self._signatures_in: dict[int, list[int]] = {}
-        self._equal, self._loops = Constants(), Loops(self)
+        self._equal, self._loops = Constants(), Loops()
         self._literals: dict[Any, int] = {}
         self._user_rules: dict[Any, bool] = dict.fromkeys(proved, True)
         self.top = Scope("top", None, -1, 0, closed_jaxpr)
@@ -333,7 +333,7 @@ class Graph:
             self._note_counter(child, n_consts + k, k, ins[n_consts + k], length)
         for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
             self.per_step[value, length, backwards] = self.read(child, var)
-        last = self._loops.first(eqn, ins, outs[:n_carry], scope.runs_again)
+        last = self._loops.first(self, eqn, ins, outs[:n_carry], scope.runs_again)
         if last != outs[:n_carry]:
             node = self.producer[outs[0]][0]
             node.outs = outs = (*last, *outs[n_carry:])

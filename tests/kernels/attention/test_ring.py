@@ -239,7 +239,7 @@ def symbolic() -> Spec:
     ("spec", "why"),
     [
         (part(more={"bias": jnp.zeros((1, 1, 1, 1))}), "a ring does not take bias"),
-        (part(more={"offset": jnp.zeros(1, int)}, window=CAUSAL), "takes offset"),
+        (part(more={"offset": jnp.zeros(1, int)}, window=CAUSAL), "not take offset"),
         (part(keys=24, window=CAUSAL), "16 queries and 24 keys"),
         (part(window=(None, -16)), "hides each device's own keys"),
         (symbolic(), "some are symbolic"),

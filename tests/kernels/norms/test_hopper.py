@@ -59,7 +59,7 @@ def test_supports(op: str) -> None:
         (spec(op, (8, 128), dtype="float64"), "x is float64"),
         (spec(op, (8, 128), dtype="int32"), "x is int32"),
         (spec(op, (8, 128), out_dtype="float64"), "the result is float64"),
-        (spec(op, (0, 128)), "no rows"),
+        (spec(op, (0, 128)), "holds no numbers"),
         (spec(op, (8, 1000)), "rows of 1000, not a multiple of 128"),
         (spec(op, (8, 1 << 17)), "KiB of shared memory"),
         (spec(op, (1 << 20, 1 << 11)), "2^31"),

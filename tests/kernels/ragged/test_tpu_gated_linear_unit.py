@@ -207,7 +207,7 @@ def check(
         plain = tpu.forward(**given, config=tiles, **more)
         first, residuals = tpu.forward(**given, config=tiles, residuals=True, **more)
         rest = {"out": None, "residuals": residuals, "cotangent": up}
-        return plain, first, tpu.backward(**given, **rest, config=SMALL, **more)
+        return plain, first, tpu.KERNEL.backward(**given, **rest, config=SMALL, **more)
 
     with on_tpu.interpreted():
         plain, first, made = both(given, up)
@@ -338,13 +338,13 @@ def test_compiles(generation: str, case: Any) -> None:
     params = {"halves": halves, "precision": precision, "out_dtype": out}
     use, here = spec_of(OP, given, params), on_tpu.KINDS[generation]
     up = jax.eval_shape(lambda x: OP.reference(**x, **params), given)
-    first, second = tpu.default(use, here), tpu.default_backward(use, here)
+    first, second = tpu.default(use, here), tpu.KERNEL.backward_space.default(use, here)
 
     def both(x: Any, up: Any) -> Any:
         alone = tpu.forward(**x, **params, config=first)
         _, kept = tpu.forward(**x, **params, config=first, residuals=True)
         rest = {"residuals": kept, "cotangent": up, "config": second}
-        return alone, tpu.backward(**x, **params, **rest)
+        return alone, tpu.KERNEL.backward(**x, **params, **rest)
 
     text = on_tpu.compiled(generation, both, given, up)
     calls = text.count('custom_call_target="tpu_custom_call"')
