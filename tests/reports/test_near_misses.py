@@ -201,7 +201,7 @@ NEAR = {
     "deviation": ("layer_norm", "added to the root", deviation_plus_epsilon, X),
     "larger": ("rms_norm", "and not their sum", larger_of_two, X),
     "l2_norm": ("rms_norm", "an L2 norm", l2_norm, X),
-    "branches": ("gated_linear_unit", "matrix product is added", unlike_branches, X, W, U),
+    "branches": ("gated_linear_unit", "product is added", unlike_branches, X, W, U),
 }
 
 
