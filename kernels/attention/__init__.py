@@ -18,6 +18,7 @@ from rewriter.kernels.attention.op import SCORED as SCORED
 from rewriter.kernels.attention.op import STORED as STORED
 from rewriter.kernels.attention.overflow import with_overflow
 from rewriter.kernels.attention.positions import with_positions
+from rewriter.kernels.attention.row_biases import with_row_biases
 from rewriter.kernels.attention.weights import in_float32
 from rewriter.kernels.attention.xla import gathered
 from rewriter.kernels.attention.xla import scored as with_score
@@ -35,4 +36,6 @@ _OF_PAGES = (
     paged.KERNEL, in_float32(tpu_pages.KERNEL), in_float32(gathered.KERNEL),
 )  # fmt: skip
 
-KERNELS = (*map(with_overflow, _OF_ARRAYS), *_OF_PAGES)
+KERNELS = (
+    *(with_row_biases(with_overflow(kernel)) for kernel in _OF_ARRAYS), *_OF_PAGES,
+)  # fmt: skip

@@ -22,6 +22,7 @@ from rewriter.kernels.gated_linear_unit.op import STORED
 from rewriter.kernels.gated_linear_unit.stored_form import ADDED, matrix_of
 from rewriter.kernels.gated_linear_unit.xla import product
 from rewriter.kernels.shared import columns
+from rewriter.kernels.shared.products import unturned
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import (
@@ -254,7 +255,7 @@ class _Use:
         names = (f"b_{name}", f"rows_{name}")
         added = [self.arrays[n] for n in names if n in self.arrays]
         added = [columns.taken(a, first, size) for a in added]
-        return branch(self.x, matrix, added, self.precision)
+        return branch(unturned(self.x), matrix, added, self.precision)
 
 
 KERNEL = Kernel(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from rewriter.kernels.gated_linear_unit.branches import Rows, Use, combine
 from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.shared.kinds import XLA
+from rewriter.kernels.shared.products import unturned
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Space, Spec, Speed
@@ -139,6 +140,7 @@ def forward(
     use = Use.of(given).without_slopes()
 
     def block(rows: Rows) -> tuple[jax.Array, tuple[()]]:
+        rows = {**rows, "x": unturned(rows["x"])}
         return combine(*use.branches(rows), **use.joining).astype(use.dtype), ()
 
     out, _ = _over_blocks(block, _flat(use.by_row), (config or DEFAULT).rows)
@@ -171,7 +173,8 @@ def backward(
     dot = functools.partial(product, precision=use.precision, narrow=narrow, wide=wide)
 
     def block(rows: Rows) -> tuple[Rows, Rows]:
-        part = rows["x"]
+        part = unturned(rows["x"])
+        rows = {**rows, "x": part}
         _, back = jax.vjp(
             functools.partial(combine, **use.joining), *use.branches(rows)
         )
@@ -216,7 +219,7 @@ def product(
     """
     dims = (((summed[0],), (summed[1],)), ((), ()))
     return jax.lax.dot_general(
-        a.astype(narrow), b.astype(narrow), dims, precision=precision,
+        unturned(a.astype(narrow)), b.astype(narrow), dims, precision=precision,
         preferred_element_type=wide,
     )  # fmt: skip
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.shared.products import unturned
+
 
 @dataclass(frozen=True)
 class Head:
@@ -67,7 +69,10 @@ class Head:
     def product(self, x: jax.Array) -> jax.Array:
         """Rows [n, k] times the weights, as they are held."""
         return jnp.matmul(
-            x, self.w, precision=self.precision, preferred_element_type=self.held
+            unturned(x),
+            self.w,
+            precision=self.precision,
+            preferred_element_type=self.held,
         )
 
     def logits(self, product: jax.Array) -> jax.Array:
@@ -116,7 +121,7 @@ class Head:
         dims = (((contract[0],), (contract[1],)), ((), ()))
         made = jnp.promote_types(out, self.narrow)
         found = lax.dot_general(
-            a, b, dims, precision=self.precision, preferred_element_type=made
+            unturned(a), b, dims, precision=self.precision, preferred_element_type=made
         )
         return found.astype(out)
 

@@ -15,6 +15,7 @@ from rewriter.kernels.quantized_dot.op import PACKED
 from rewriter.kernels.quantized_dot.packed_form import computed
 from rewriter.kernels.quantized_dot.reference import computed as of_numbers
 from rewriter.kernels.shared import columns
+from rewriter.kernels.shared.products import unturned
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import (
     PLATFORMS,
@@ -112,6 +113,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 def forward(
     *,
+    x: Array,
     w: Array,
     packing: str,
     mode: str = "forward",
@@ -125,6 +127,7 @@ def forward(
 
     Operands are those of the op, and parameters are as in the reference.
     """
+    x = unturned(x)
     across = int(mode != "transposed")
     per_byte = 1 + (packing_of(packing).axis == "n")
 
@@ -136,7 +139,7 @@ def forward(
             if x is not None
         }
         how = {"packing": packing, "mode": mode, **given}
-        return computed(of_numbers, w=own, **others, **how)
+        return computed(of_numbers, x=x, w=own, **others, **how)
 
     n = w.shape[across] * per_byte
     out = columns.joined(block, n, (config or Block()).columns)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from rewriter.kernels.quantized_dot.estimate import estimate
 from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.shared.kinds import XLA
+from rewriter.kernels.shared.products import unturned
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.ops.stored import FEW_BITS
@@ -123,6 +124,7 @@ def forward(
 
 
 def _computed(use: Use) -> jax.Array:
+    use = replace(use, x=unturned(use.x))
     return use.finished(use.times(use.matrix()))
 
 
@@ -154,10 +156,13 @@ def backward(
         sums = use.sums or jnp.promote_types(x.dtype, matrix.dtype)
         _, back = jax.vjp(part.finished, jnp.zeros(g.shape, sums))
         (g,) = back(g)
-        g, matrix = g.astype(x.dtype), matrix.astype(x.dtype)
+        kind = jnp.promote_types(
+            g.dtype, matrix.dtype
+        )  # no narrower than the program's
         return jax.lax.dot_general(
-            g, matrix, dims, precision=use.precision, preferred_element_type=wide
-        )
+            unturned(g.astype(kind)), matrix.astype(kind), dims,
+            precision=use.precision, preferred_element_type=wide,
+        )  # fmt: skip
 
     def block(total: jax.Array, i: Any) -> tuple[jax.Array, None]:
         first = i * parts.size

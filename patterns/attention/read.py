@@ -29,6 +29,7 @@ from rewriter.patterns.attention.blocks import (
     weighing,
     weighs_once,
 )
+from rewriter.patterns.attention.exponents import added_to_rows
 from rewriter.patterns.attention.joined import over_all_keys
 from rewriter.patterns.attention.precision import rounded
 from rewriter.patterns.attention.softmax import Softmax, exponents, softmax_parts
@@ -291,7 +292,7 @@ def _softmax(
     found = softmax_parts(alg, over.form, values | over.values, soft)
     sides = find.layout_leaves(ev, *(x for n in parts.scores for x in n.ins[:2]))
     qk, bias = exponents(alg, found, sides | over.joined.keys())
-    return Softmax(
+    made = Softmax(
         find=find,
         ev=ev,
         value=value,
@@ -305,6 +306,7 @@ def _softmax(
         joined=over.joined,
         some=over.some,
     )
+    return replace(made, bias=alg.add(bias, added_to_rows(made)))
 
 
 def _evaluator(

@@ -7,17 +7,15 @@ keeps that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from rewriter.algebra.canonicalize import values_named
 from rewriter.algebra.normal_form import FALSE, TRUE, Monomial, Poly
 from rewriter.find.reading import Refused
+from rewriter.patterns.attention.exponents import exponents_of
 from rewriter.patterns.attention.rows import MODERATE
 from rewriter.patterns.attention.softmax import Softmax
 from rewriter.program.counted import LOOPS
 from rewriter.support.assumptions import FINITE
 
-EXPONENTIALS = frozenset({"exp", "exp2"})
 MAXIMA = frozenset({"reduce_max", "max", "cummax"})
 BOUNDED = 80.0
 """Numbers up to here have exponentials far from the ends of float32."""
@@ -33,8 +31,8 @@ def read_unshifted(softmax: Softmax) -> str | None:
         Refused: If they are shifted by something else.
     """
     found = {
-        str(dtype)
-        for dtype, form in _exponents(softmax)
+        str(softmax.ev.g.dtype(value))
+        for value, form in exponents_of(softmax)
         if not _has_a_maximum(softmax, form)
     }
     if not found or FINITE in softmax.find.assumed or _is_bounded(softmax):
@@ -46,7 +44,7 @@ def read_unshifted(softmax: Softmax) -> str | None:
             score=0.8,
             suggestion=ADVICE,
         )
-    plain = all(_is_unshifted(softmax, form) for _, form in _exponents(softmax))
+    plain = all(_is_unshifted(softmax, form) for _, form in exponents_of(softmax))
     if len(found) > 1 or not plain:
         raise Refused(
             "rows",
@@ -56,22 +54,6 @@ def read_unshifted(softmax: Softmax) -> str | None:
             suggestion=ADVICE,
         )
     return found.pop()
-
-
-def _exponents(softmax: Softmax) -> Iterator[tuple[object, Poly]]:
-    """(dtype, form of the exponent) of each exponential of scores in the region."""
-    ev, find = softmax.ev, softmax.find
-    region = find.below(softmax.scores, softmax.value)
-    forms: dict[int, Poly] = {}
-    for (value, _, _), form in ev.memo.items():
-        if isinstance(form, dict):
-            forms.setdefault(value, form)
-    for value in forms:
-        node = ev.g.node_of(value)
-        if node is None or node.prim not in EXPONENTIALS or value not in region:
-            continue
-        if node.ins[0] in forms:
-            yield ev.g.dtype(value), forms[node.ins[0]]
 
 
 def _has_a_maximum(softmax: Softmax, form: Poly) -> bool:

@@ -242,13 +242,6 @@ def _walk(root: str) -> Iterator[str]:
             yield from _files(op)
 
 
-def _folders(root: str) -> list[str]:
-    try:
-        return sorted(e.path for e in os.scandir(root) if e.is_dir())
-    except OSError:
-        return []
-
-
 def _read(names: Sequence[str]) -> tuple[Tuned, tuple[tuple[str, str], ...]]:
     merged: dict[Key, tuple[Measurement, ...]] = {}
     problems: list[tuple[str, str]] = []

@@ -12,6 +12,7 @@ from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
 from rewriter.kernels.attention.visibility import within
 from rewriter.kernels.attention.xla.problem import AXES
 from rewriter.kernels.attention.xla.sizes import number
+from rewriter.kernels.shared.products import unturned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -156,7 +157,10 @@ class Tile:
         """Returns the scaled products of queries and keys, [c, r, s]."""
         p = self.p
         x = jnp.einsum(
-            "crh,csh->crs", queries, self.keys(), preferred_element_type=p.wide
+            "crh,csh->crs",
+            unturned(queries),
+            self.keys(),
+            preferred_element_type=p.wide,
         )
         return x if queries.dtype == p.wide else x * p.factor()
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot.use import Use
+from rewriter.kernels.shared.products import unturned
 
 if TYPE_CHECKING:
     from jax import Array
@@ -33,7 +34,7 @@ def general(*operands: Array, **given: Any) -> Array:
 
     def dot(a: Array, b: Array) -> Array:
         return jnp.matmul(
-            a, b, precision=use.precision, preferred_element_type=use.dtype
+            unturned(a), b, precision=use.precision, preferred_element_type=use.dtype
         )
 
     # Only the operands are kept for a gradient, not one product per group.

@@ -21,6 +21,7 @@ from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.kinds import XLA
+from rewriter.kernels.shared.products import unturned
 from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import no
 
@@ -139,7 +140,7 @@ def _ragged(use: Use, tiles: _Layout) -> Array:
     def product(part: tuple[Array, Array]) -> Array:
         rows, group = part
         return jnp.einsum(
-            form, rows, rhs[group], precision=use.precision,
+            form, unturned(rows), rhs[group], precision=use.precision,
             preferred_element_type=use.dtype,
         )  # fmt: skip
 

@@ -21,6 +21,7 @@ from rewriter.kernels.ragged.dot import estimate
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.kinds import XLA
+from rewriter.kernels.shared.products import unturned
 from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -188,7 +189,7 @@ def _ragged(use: Use, ranges: tuple[Array, Array], size: int) -> Array:
         matrix = lax.dynamic_index_in_dim(rhs, group, 0, keepdims=False)
 
         def one_tile(first: Any, valid: Array, out: Array) -> Array:
-            rows = lax.dynamic_slice_in_dim(lhs, first, size)
+            rows = unturned(lax.dynamic_slice_in_dim(lhs, first, size))
             new = jnp.einsum(
                 form, rows, matrix, precision=precision, preferred_element_type=wide
             )
