@@ -41,6 +41,8 @@ from rewriter.kernels.attention.hopper.config import widths as widths
 from rewriter.kernels.attention.hopper.dtypes import parts, takes_dtypes
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
+from rewriter.kernels.attention.hopper.use import grouped
+from rewriter.kernels.attention.scored_form import OWN
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
@@ -132,7 +134,7 @@ def forward(**given: Any) -> Any:
     sizes = given["q"].shape[3], given["v"].shape[3]
     count = parts(given.get(PARAM))
     config = given.pop("config", None) or first_fitting(*sizes, extra_of(given), count)
-    made = forward_kernel.forward(**given, config=config)
+    made = forward_kernel.forward(**grouped(given), config=config)
     if not given.get("residuals"):
         return made[..., :e]
     out, kept = made
@@ -155,13 +157,18 @@ def backward(**given: Any) -> dict[str, Array]:
         return xla.backward(**given)
     from rewriter.kernels.attention.hopper import backward_kernel
 
-    grads = backward_kernel.backward(**whole | {"config": config})
+    grads = backward_kernel.backward(**grouped(whole | {"config": config}))
     grads |= {name: grads[name][..., : given[name].shape[3]] for name in "qkv"}
-    left = {"bias", "alibi"} & given.keys() - grads.keys()
+    floats = {n for n in OWN & given.keys() if _is_float(given[n])}
+    left = ({"bias", "alibi"} | floats) & given.keys() - grads.keys()
     if left:
         others = xla.backward(**given)
         grads |= {name: others[name] for name in left}
     return grads
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _filled(x: Array) -> Array:
