@@ -7,7 +7,7 @@ XLA does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,11 @@ INSTRUCTIONS = {
     "abs": 1, "add": 1, "add_any": 1, "and": 1, "ceil": 1, "clamp": 2,
     "convert_element_type": 1, "eq": 1, "floor": 1, "ge": 1, "gt": 1, "integer_pow": 2,
     "is_finite": 2, "le": 1, "lt": 1, "max": 1, "min": 1, "mul": 1, "ne": 1, "neg": 1,
-    "not": 1, "one_minus_square": 1, "or": 1, "reduce_precision": 2, "rem": 12, "round": 1, "select_n": 1,
-    "shift_left": 2, "shift_right_arithmetic": 2, "shift_right_logical": 2, "sign": 4,
-    "square": 1, "sub": 1, "xor": 1,
-    "cos": 30, "div": 10, "erf": 20, "exp": 5, "exp2": 4, "expm1": 14, "log": 14,
-    "log1p": 16, "logistic": 10, "pow": 40, "rsqrt": 4, "sin": 30, "sqrt": 8,
+    "not": 1, "one_minus_square": 1, "or": 1, "reduce_precision": 2, "rem": 12,
+    "round": 1, "select_n": 1, "shift_left": 2, "shift_right_arithmetic": 2,
+    "shift_right_logical": 2, "sign": 4, "square": 1, "sub": 1, "xor": 1,
+    "cos": 30, "div": 8, "erf": 20, "exp": 5, "exp2": 4, "expm1": 14, "log": 5,
+    "log1p": 12, "logistic": 10, "pow": 40, "rsqrt": 4, "sin": 30, "sqrt": 5,
     "tanh": 16,
     "acos": 20, "acosh": 30, "asin": 20, "asinh": 30, "atan": 20, "atan2": 30,
     "atanh": 20, "cbrt": 20, "cosh": 12, "erfc": 30, "sinh": 20, "tan": 40,
@@ -70,6 +70,12 @@ class Line:
     refused: str = ""
 
     @property
+    def decides(self) -> bool:
+        """Whether the result jumps where an operand moves a little."""
+        whole = self.floats and self.out not in FLOATS
+        return whole or self.name in ("floor", "ceil", "round", "sign")
+
+    @property
     def floats(self) -> bool:
         """Whether operands are floats."""
         return self.dtypes[0] in FLOATS
@@ -98,13 +104,27 @@ class Program:
         given: How many values are given.
         lines: The equations, in order; calls are written out.
         needed: The indices of lines that results depend on.
+        decisive: The indices of lines that comparisons and roundings depend on. They
+            are computed as XLA does, so that these decide alike.
         outs: The results.
     """
 
     given: int
     lines: tuple[Line, ...]
     needed: frozenset[int]
+    decisive: frozenset[int]
     outs: tuple[int | Number, ...]
+
+    def ranges(self, given: Sequence[Range]) -> list[Range]:
+        """Returns the range of each value that is an integer; None if it is unknown.
+
+        Args:
+            given: Those of the values that are given.
+        """
+        known = list(given)
+        for line in self.lines:
+            known.append(_range(line, [_range_of(x, known) for x in line.ins]))
+        return known
 
     def supports(self) -> Verdict:
         """Returns whether kernels compute it."""
@@ -130,9 +150,18 @@ class Program:
 
 
 def program(jaxpr: Any) -> Program:
-    """Returns a closed jaxpr of scalars without calls and without what is not needed."""
+    """Returns a closed jaxpr of scalars, without calls and without what is unused."""
     count, lines = len(jaxpr.jaxpr.invars), []
     outs = _write(jaxpr, list(range(count)), count, lines)
+    needed = _depended(lines, outs, count)
+    decided = [x for i in needed if lines[i].decides for x in lines[i].ins]
+    return Program(
+        count, tuple(lines), needed, _depended(lines, decided, count), tuple(outs)
+    )
+
+
+def _depended(lines: Sequence[Line], outs: Sequence[Any], count: int) -> frozenset[int]:
+    """The indices of lines that some values depend on."""
     needed: set[int] = set()
     queue = [x - count for x in outs if isinstance(x, int)]
     while queue:
@@ -140,7 +169,50 @@ def program(jaxpr: Any) -> Program:
         if at >= 0 and at not in needed:
             needed.add(at)
             queue += [x - count for x in lines[at].ins if isinstance(x, int)]
-    return Program(count, tuple(lines), frozenset(needed), tuple(outs))
+    return frozenset(needed)
+
+
+Range = tuple[int, int] | None
+"""The least and the largest value of an integer."""
+
+
+def _range_of(place: int | Number, known: Sequence[Range]) -> Range:
+    if isinstance(place, int):
+        return known[place]
+    whole = place.dtype in INTEGERS
+    return (int(place.value), int(place.value)) if whole else None
+
+
+def _range(line: Line, ins: list[Range]) -> Range:
+    """The range of a line's result, if its operands' tell."""
+    if line.out != "int32" or line.name not in RANGES:
+        return None
+    values = ins[1:] if line.name == "select_n" else ins
+    ends = [x for x in values if x is not None]
+    if len(ends) != len(values):
+        return None
+    low, high = RANGES[line.name](*ends)
+    return (low, high) if -(1 << 31) <= low and high < 1 << 31 else None
+
+
+def _product(x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:
+    found = [a * b for a in x for b in y]
+    return min(found), max(found)
+
+
+RANGES: Mapping[str, Callable[..., tuple[int, int]]] = {
+    "abs": lambda x: (max(0, x[0], -x[1]), max(-x[0], x[1])),
+    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
+    "clamp": lambda low, x, high: (low[0], high[1]),
+    "convert_element_type": lambda x: x,
+    "max": lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
+    "min": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
+    "mul": _product,
+    "neg": lambda x: (-x[1], -x[0]),
+    "select_n": lambda *x: (min(a for a, _ in x), max(b for _, b in x)),
+    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
+}
+"""The range of a result by those of operands."""
 
 
 def _write(closed: Any, given: list[Any], count: int, lines: list[Line]) -> list[Any]:

@@ -1,9 +1,11 @@
 """Computes elementwise functions of tiles in a warpgroup's registers.
 
-A function is a program of scalars, see `rewriter.kernels.shared.elementwise`. It runs on
-eight columns of a tile at a time, so that what it keeps in between takes few registers.
-Exponentials are the hardware's, to a relative error of 2 ** -22; what is less common is
-computed by NVIDIA's library, libdevice.
+A function is a program of scalars, see `rewriter.kernels.shared.elementwise`. It runs
+on eight columns of a tile at a time, so that what it keeps in between takes few
+registers. Exponentials, logarithms and quotients are the hardware's, to an error of 2
+** -22: of quotients and exponentials relative, of logarithms relative or absolute, by
+which is larger. What comparisons depend on, and what is less common, is computed by
+NVIDIA's library, libdevice, as XLA does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as library
 
-from rewriter.kernels.shared.elementwise import FLOATS, Line, Number, Program
+from rewriter.kernels.shared.elementwise import (
+    FLOATS,
+    Line,
+    Number,
+    Program,
+    Range,
+)
 
 LOG2E = math.log2(math.e)
 
@@ -30,18 +38,22 @@ EXACT = frozenset({
 """Primitives that give numbers of their operands' dtype without rounding."""
 
 
-def evaluate(program: Program, given: Sequence[Any]) -> list[Any]:
+def evaluate(
+    program: Program, given: Sequence[Any], ranges: Sequence[Range] = ()
+) -> list[Any]:
     """Returns what a program gives for each number of some tiles.
 
     Args:
         program: The function.
         given: Tiles of one shape and layout, `mgpu.FragmentedArray`. Floats of any
             dtype are held as float32, bool as one bit.
+        ranges: The ranges of those that are integers.
 
     Returns:
         Tiles of that kind.
     """
     like, known = given[0], dict(enumerate(given))
+    ranges = program.ranges([*ranges, *[None] * (len(given) - len(ranges))])
 
     def read(place: int | Number) -> Any:
         if isinstance(place, Number):
@@ -50,10 +62,36 @@ def evaluate(program: Program, given: Sequence[Any]) -> list[Any]:
 
     for at, line in enumerate(program.lines):
         if at in program.needed:
-            made = COMPUTE[line.name]([read(x) for x in line.ins], line)
+            ins = [read(x) for x in line.ins]
+            if _is_small(line, ranges):
+                made = _small_to_float(ins[0])
+            elif at not in program.decisive and line.floats and line.name in FAST:
+                made = FAST[line.name](ins, line)
+            else:
+                made = COMPUTE[line.name](ins, line)
             made = made if line.name in EXACT else _rounded(made, line.out)
             known[program.given + at] = made
     return [read(x) for x in program.outs]
+
+
+SMALL = 1 << 22
+"""Integers up to it become floats by two simple instructions."""
+
+
+def _is_small(line: Line, ranges: Sequence[Range]) -> bool:
+    """Whether a line converts small integers to floats."""
+    if line.name != "convert_element_type" or line.out not in FLOATS:
+        return False
+    ends = ranges[line.ins[0]] if isinstance(line.ins[0], int) else None
+    return ends is not None and -SMALL <= ends[0] and ends[1] <= SMALL
+
+
+def _small_to_float(x: Any) -> Any:
+    """Adds an integer to the last digits of a float, and takes away the float."""
+    base = 3 << 22  # its last digit counts one
+    bits = int(np.float32(base).view(np.int32))
+    moved = _map(arith.addi, x, _fill(x, bits, "int32"))
+    return _plus(_as(moved, ir.F32Type.get(), llvm.bitcast), -float(base))
 
 
 def constant(value: Any, dtype: Any, like: Any) -> Any:
@@ -245,18 +283,50 @@ def _inverse(x: Any) -> Any:
     return _instruction("rcp.approx.ftz.f32")(x)
 
 
-def _tanh(x: Any) -> Any:
-    """Its series near zero, and 1 - 2 / (exp(2x) + 1) elsewhere."""
-    far = _inverse(_plus(_exp2(_times(x, 2 * LOG2E)), 1.0))
-    far = _plus(_times(far, -2.0), 1.0)
-    square, near = _map(arith.mulf, x, x), _fill(x, -17 / 315)
-    for term in (2 / 15, -1 / 3, 1.0):
-        near = _plus(_map(arith.mulf, near, square), term)
-    near = _map(arith.mulf, near, x)
+NEAR = 0.02
+"""Below it a few terms of a series are more exact than a difference."""
+
+
+def _by_series(x: Any, variable: Any, terms: Sequence[float], far: Any) -> Any:
+    """x times a polynomial of a variable for x near 0, and `far` elsewhere."""
+    near = _fill(x, terms[-1])
+    for term in reversed(terms[:-1]):
+        near = _fused(near, variable, _fill(x, term))
     size = _instruction("abs.f32")(x)
-    small = arith.CmpFPredicate.OLT
-    close = _map(lambda a, b: arith.cmpf(small, a, b), size, _fill(x, 0.2))
-    return _select(close, near, far)
+    below = arith.CmpFPredicate.OLT
+    close = _map(lambda a, b: arith.cmpf(below, a, b), size, _fill(x, NEAR))
+    return _select(close, _map(arith.mulf, near, x), far)
+
+
+def _fused(x: Any, y: Any, z: Any) -> Any:
+    """Returns x * y + z, rounded once."""
+    return _instruction("fma.rn.f32")(x, y, z)
+
+
+def _tanh(x: Any) -> Any:
+    """1 - 2 / (exp(2x) + 1)."""
+    far = _inverse(_plus(_exp2(_times(x, 2 * LOG2E)), 1.0))
+    far = _fused(far, _fill(x, -2.0), _fill(x, 1.0))
+    return _by_series(x, _map(arith.mulf, x, x), (1.0, -1 / 3), far)
+
+
+def _log(x: Any) -> Any:
+    return _times(_instruction("lg2.approx.f32")(x), 1 / LOG2E)
+
+
+def _log1p(x: Any) -> Any:
+    far = _log(_plus(x, 1.0))
+    return _by_series(x, x, (1.0, -1 / 2, 1 / 3, -1 / 4), far)
+
+
+def _quotient(ins: Sequence[Any], line: Line) -> Any:
+    """By a constant, a product; otherwise the hardware's quotient."""
+    x, y = ins
+    if isinstance(line.ins[1], Number):
+        inverse = np.float32(1) / np.float32(line.ins[1].value)
+        if np.isfinite(inverse) and abs(inverse) >= np.finfo(np.float32).tiny:
+            return _times(x, float(inverse))
+    return _instruction("div.full.f32")(x, y)
 
 
 def _power(ins: Sequence[Any], line: Line) -> Any:
@@ -328,7 +398,9 @@ def _shift(op: Any, filled: bool) -> Callable[..., Any]:
         most = _fill(x, 31, "uint32")
         under = arith.CmpIPredicate.ule
         inside = _map(lambda a, b: arith.cmpi(under, a, b), y, most)
-        moved = _map(op, x, _select(inside, y, most if filled else _fill(x, 0, "int32")))
+        moved = _map(
+            op, x, _select(inside, y, most if filled else _fill(x, 0, "int32"))
+        )
         return moved if filled else _select(inside, moved, _fill(x, 0, "int32"))
 
     return run
@@ -395,16 +467,16 @@ COMPUTE: Mapping[str, Callable[[Sequence[Any], Line], Any]] = {
     "convert_element_type": _to_dtype,
     "div": _divided,
     "eq": _compare("OEQ", "eq", "eq"),
-    "exp": lambda ins, line: _exp2(_times(ins[0], LOG2E)),
-    "exp2": lambda ins, line: _exp2(ins[0]),
     "floor": _of_library("floor"),
     "ge": _compare("OGE", "sge", "uge"),
     "gt": _compare("OGT", "sgt", "ugt"),
     "integer_pow": _integer_power,
     "is_finite": _finite,
     "le": _compare("OLE", "sle", "ule"),
-    "logistic": lambda ins, line: _inverse(
-        _plus(_exp2(_times(ins[0], -LOG2E)), 1.0)
+    "logistic": lambda ins, line: _map(
+        arith.divf,
+        _fill(ins[0], 1.0),
+        _plus(_map(library.exp, _map(arith.negf, ins[0])), 1.0),
     ),
     "lt": _compare("OLT", "slt", "ult"),
     "max": _extreme("max"),
@@ -430,15 +502,26 @@ COMPUTE: Mapping[str, Callable[[Sequence[Any], Line], Any]] = {
         [ins[0], ins[0]], line
     ),
     "sub": _arithmetic(arith.subf, arith.subi),
-    "tanh": lambda ins, line: _tanh(ins[0]),
     "xor": _arithmetic(None, arith.xori),
     **{
         name: _of_library(name)
         for name in (
             "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos",
-            "cosh", "erf", "erfc", "expm1", "log", "log1p", "rsqrt", "sin", "sinh",
-            "sqrt", "tan",
+            "cosh", "erf", "erfc", "exp", "exp2", "expm1", "log", "log1p", "rsqrt",
+            "sin", "sinh", "sqrt", "tan", "tanh",
         )
     },
 }  # fmt: skip
 """How each primitive of `elementwise.INSTRUCTIONS` is computed."""
+
+FAST: Mapping[str, Callable[[Sequence[Any], Line], Any]] = {
+    "div": _quotient,
+    "exp": lambda ins, line: _exp2(_times(ins[0], LOG2E)),
+    "exp2": lambda ins, line: _exp2(ins[0]),
+    "log": lambda ins, line: _log(ins[0]),
+    "log1p": lambda ins, line: _log1p(ins[0]),
+    "logistic": lambda ins, line: _inverse(_plus(_exp2(_times(ins[0], -LOG2E)), 1.0)),
+    "sqrt": lambda ins, line: _instruction("sqrt.approx.f32")(ins[0]),
+    "tanh": lambda ins, line: _tanh(ins[0]),
+}
+"""Primitives of floats that the hardware computes where nothing is decided by them."""

@@ -281,7 +281,7 @@ class Kernel(abc.ABC):
         if p.terms.function is not None:
             place = Place(
                 tile.b, self.head(tile, step), tile.first, j * p.block, p.block,
-                p.parts, slot,
+                p.parts, slot, p.mask.most(p.rows, p.block),
             )  # fmt: skip
             found, steep = p.terms.computed(
                 found, place, self.memory, self.given, mine,

@@ -308,10 +308,10 @@ class Tile:
 
     def place(self, i: Any, slot: Any) -> Place:
         """Returns the place of the i-th block, for a function of scores."""
-        config = self.p.config
+        p, config = self.p, self.p.config
         return Place(
             self.b, self.n, self.first, self.key(i), config.block_kv, config.warpgroups,
-            slot,
+            slot, p.mask.most(config.rows, config.block_kv),
         )  # fmt: skip
 
     def key(self, i: Any) -> Any:

@@ -50,6 +50,7 @@ def applied(
     column: Array,
     read: Read,
     *,
+    most: int,
     turned: bool,
     slope: bool,
 ) -> tuple[Array, ...]:
@@ -61,6 +62,7 @@ def applied(
         rows: int32 [64], the number of each row.
         column: int32 [64], the number of the first column, the same for all rows.
         read: What else the function reads.
+        most: No row and no column has a larger number.
         turned: Whether rows are keys and columns are queries.
         slope: Whether to return derivatives.
     """
@@ -92,6 +94,7 @@ def applied(
         rows, first = wide(rows), wide(column) + inner
         starts, addresses = [wide(x) for x in starts], [_address(x) for x in tables]
         parts: list[list[Any]] = [[] for _ in range(1 + slope)]
+        ranges = [None, (0, most), (0, most)]
         for start in range(0, products.shape[1], AT_ONCE):
             cut = slice(start, start + AT_ONCE)
             at = (first + start, rows) if turned else (rows, first + start)
@@ -101,12 +104,12 @@ def applied(
             for look, address, begin in zip(
                 function.lookups, addresses, starts, strict=True
             ):
-                place, index = elementwise_gpu.evaluate(look.place, given)
+                place, index = elementwise_gpu.evaluate(look.place, given, ranges)
                 found = elementwise_gpu.looked_up(
                     address, begin + place, of[look.table]
                 )
                 given += elementwise_gpu.evaluate(look.found, [found, index])
-            made = elementwise_gpu.evaluate(program, given)
+            made = elementwise_gpu.evaluate(program, given, ranges)
             for part, x in zip(parts, made, strict=True):
                 part.append(x.registers)
         return [

@@ -191,7 +191,7 @@ class Terms:
         read = Read(arrays, [given[name] for name in tables], starts)
         return applied(
             self.function, products, rows, pallas.rows(place.column), read,
-            turned=turned, slope=slope,
+            most=place.most, turned=turned, slope=slope,
         )  # fmt: skip
 
     def added(
@@ -261,6 +261,8 @@ class Place:
     columns: int
     warpgroups: int
     slot: Any
+    most: int = 0
+    """No row and no column has a larger number."""
 
 
 def terms_of(

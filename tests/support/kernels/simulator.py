@@ -526,10 +526,11 @@ def _write(reference: Reference, value: np.ndarray) -> None:
 
 def _applied(
     function: Any, products: np.ndarray, rows: np.ndarray, column: np.ndarray,
-    read: Any, *, turned: bool, slope: bool,
+    read: Any, *, most: int, turned: bool, slope: bool,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """The program of a function, line by line, by JAX for all numbers of a tile."""
     shape, of = products.shape, dict(function.dtypes)
+    assert max(rows.max(), column[0] + shape[1] - 1) <= most
     columns = np.broadcast_to(column[0] + np.arange(shape[1], dtype=np.int32), shape)
     rows = np.broadcast_to(rows[:, None], shape)
     given = [products, *((columns, rows) if turned else (rows, columns))]
