@@ -178,7 +178,7 @@ def flex_us(function: Function, row: Row, passes: str, sets: Any) -> float:
         mask = create_block_mask(see, None, None, t, t, device="cuda")
     run = torch.compile(
         lambda q, k, v: flex_attention(q, k, v, score_mod=mod, block_mask=mask),
-        mode="max-autotune-no-cudagraphs",
+        dynamic=False,
     )
     if passes != "forward":
         for x in (q, k, v):

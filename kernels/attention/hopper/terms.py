@@ -27,9 +27,12 @@ from rewriter.kernels.attention.hopper.extra_operands import (
     form_of,
     table_type,
 )
-from rewriter.kernels.attention.hopper.functions import Function, function_of
+from rewriter.kernels.attention.hopper.functions import (
+    Function,
+    function_of,
+    is_table,
+)
 from rewriter.kernels.attention.hopper.score_tiles import Read, applied
-from rewriter.kernels.attention.scored_form import TABLES
 
 if TYPE_CHECKING:
     from jax import Array
@@ -336,7 +339,7 @@ def terms_of(
 
 def _read_part(name: str, x: Array) -> Part:
     """The part of what a function reads."""
-    form = LOOKED_UP if name in TABLES else form_of(x.shape)
+    form = LOOKED_UP if is_table(name) else form_of(x.shape)
     dtype = _read_type(x.dtype, form)
     b, n = x.shape[:2]
     size = x.shape[2] if form == LOOKED_UP else 0

@@ -21,7 +21,7 @@ from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.config import Tiles
 from rewriter.kernels.attention.hopper.functions import function_of
 from rewriter.kernels.attention.hopper.scored import KERNEL
-from rewriter.kernels.attention.hopper.use import grouped
+from rewriter.kernels.attention.hopper.hoisting import hoisted
 from rewriter.kernels.attention.scored_form import OWN
 from rewriter.kernels.shared import elementwise, elementwise_gpu
 from rewriter.ops.kernel import spec_of
@@ -156,7 +156,10 @@ def test_its_code_run_by_threads(name: str, kind: str) -> None:
         pytest.skip("the same code")
     named, params = use_of(name)
     want, up = wanted(named, params), named.pop("up")
-    given = grouped({**named, **params})
+    read = {n: named.pop(n) for n in OWN & named.keys()}
+    apart = hoisted(params["score"], read, T, S)
+    given = {**named, **params, "score": apart.score}
+    given["read"] = {n: np.asarray(x) for n, x in apart.read(read, T, S).items()}
     with simulator.simulated():
         out, residuals = forward_kernel.forward(**given, residuals=True, config=TILES)
         got = backward_kernel.backward(
