@@ -7,7 +7,7 @@ XLA does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,18 @@ class Program:
     needed: frozenset[int]
     decisive: frozenset[int]
     outs: tuple[int | Number, ...]
+
+    def uniform(self, given: Collection[int]) -> frozenset[int]:
+        """Returns the values that are the same for all numbers of a tile.
+
+        Args:
+            given: Those among the values that are given.
+        """
+        same = set(given)
+        for at, line in enumerate(self.lines):
+            if all(isinstance(x, Number) or x in same for x in line.ins):
+                same.add(self.given + at)
+        return frozenset(same)
 
     def ranges(self, given: Sequence[Range]) -> list[Range]:
         """Returns the range of each value that is an integer; None if it is unknown.

@@ -191,7 +191,8 @@ class Terms:
             for name in self.function.arrays
         ]  # fmt: skip
         rows = pallas.row_positions(64) + (place.row + 64 * warpgroup)
-        read = Read(arrays, [given[name] for name in tables], starts)
+        same = [parts[name].form == NUMBER for name in self.function.arrays]
+        read = Read(arrays, same, [given[name] for name in tables], starts)
         return applied(
             self.function, products, rows, pallas.rows(place.column), read,
             most=place.most, turned=turned, slope=slope,
