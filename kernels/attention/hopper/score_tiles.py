@@ -100,7 +100,8 @@ def applied(
         same = {3 + i for i, yes in enumerate(read.uniform) if yes}
         for start in range(0, products.shape[1], AT_ONCE):
             cut = slice(start, start + AT_ONCE)
-            at = (first + start, rows) if turned else (rows, first + start)
+            columns = elementwise_gpu.moved(first, start)
+            at = (columns, rows) if turned else (rows, columns)
             given = [products[:, cut], *at]
             for x, dtype in zip(arrays, dtypes, strict=True):
                 given.append(elementwise_gpu.as_dtype(x[:, cut], dtype))

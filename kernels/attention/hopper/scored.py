@@ -16,7 +16,11 @@ import jax.numpy as jnp
 from rewriter.kernels.attention import hopper, xla
 from rewriter.kernels.attention.empty import PASSES
 from rewriter.kernels.attention.estimate import of_xla
-from rewriter.kernels.attention.hopper.backward_config import first_fitting_backward
+from rewriter.kernels.attention.hopper.backward_config import (
+    first_fitting_backward,
+    fits_backward_widths,
+)
+from rewriter.kernels.attention.hopper.config import filled
 from rewriter.kernels.attention.hopper.extra_operands import extra_of
 from rewriter.kernels.attention.hopper.functions import Function, function_of
 from rewriter.kernels.attention.hopper.hoisting import hoisted
@@ -129,19 +133,17 @@ def backward(**given: Any) -> dict[str, Array]:
 
     Compilers drop gradients that nobody asks for.
     """
-    others = {n: x for n, x in given.items() if n != "config"}
-    fits = first_fitting_backward(
-        *(hopper.config.filled(given[x].shape[3]) for x in "qv"),
-        extra_of(hopper.flat(_given(others))),
-    )
-    if fits is None:
-        return xla.backward(**others)
-    grads = hopper.backward(**_given(given))
-    floats = (n for n in OWN & given.keys() if _is_float(given[n]))
-    left = [n for n in floats if n not in grads]
+    as_written = {n: x for n, x in given.items() if n not in ("config", PARAM)}
+    sizes = [filled(given[x].shape[3]) for x in "qv"]
+    applied = _given(given)
+    extra = extra_of(hopper.flat(applied))
+    config = given.get("config") or first_fitting_backward(*sizes, extra)
+    if config is None or not fits_backward_widths(config, *sizes, extra).ok:
+        return xla.backward(**as_written)
+    grads = hopper.backward(**applied | {"config": config})
+    left = [n for n in OWN & given.keys() if _is_float(given[n])]
     if left:
-        others.pop(PARAM, None)
-        by_xla = xla.backward(**others)
+        by_xla = xla.backward(**as_written)
         grads |= {n: by_xla[n] for n in left}
     return grads
 
@@ -185,8 +187,8 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 def default(spec: Spec, device: Device) -> hopper.Tiles:
     """Returns the default config; fewer keys at once where a function takes long.
 
-    On an H100, T5's buckets computed for every score took 0.8 of the time with 64 keys,
-    and functions of a few instructions 0.93 to 1.08.
+    On an H100, T5's buckets, computed for every score, took 0.8 of the time with 64
+    keys, and functions of a few instructions 1.0 to 1.08.
     """
     applied, function = as_applied(spec), _function(spec)
     best = hopper.default(applied, device)

@@ -192,7 +192,8 @@ def test_numbers_on_a_gpu() -> None:
     x, i, j = numbers()
     (got,) = jax.jit(run)(x)
     for k, (name, f) in enumerate(FUNCTIONS.items()):
-        want = np.asarray(jax.jit(f)(x, i, j).astype(jnp.float32))
+        run = f if "float16" in name else jax.jit(f)  # XLA rounds less where compiled
+        want = np.asarray(run(*map(jnp.asarray, (x, i, j))).astype(jnp.float32))
         if name in EXACT:
             np.testing.assert_array_equal(got[k], want, err_msg=name)
         else:
