@@ -11,6 +11,7 @@ from rewriter.kernels.attention import (
     tpu_pages,
     xla,
 )
+from rewriter.kernels.attention.hopper import scored as hopper_scored
 from rewriter.kernels.attention.hopper_decode import paged
 from rewriter.kernels.attention.op import OP as OP
 from rewriter.kernels.attention.op import PAGED as PAGED
@@ -30,7 +31,7 @@ _OF_ARRAYS = (
     with_positions(cudnn.KERNEL), with_positions(hopper.KERNEL),
     with_positions(hopper_decode.KERNEL), in_float32(with_positions(tpu.KERNEL)),
     in_float32(xla.KERNEL), in_float32(with_score.KERNEL),
-    hopper_stored.KERNEL, in_float32(of_few_bits.KERNEL),
+    hopper_scored.KERNEL, hopper_stored.KERNEL, in_float32(of_few_bits.KERNEL),
 )  # fmt: skip
 _OF_PAGES = (
     paged.KERNEL, in_float32(tpu_pages.KERNEL), in_float32(gathered.KERNEL),

@@ -247,6 +247,11 @@ def lookup_step(table: Ref, index: Ref, dtype: Any, fill: Any = None) -> Step:
     return Step(LOOKUP, (table, index), str(dtype), shown, run)
 
 
+def fill_of(step: Step) -> Any:
+    """Returns the fill of a `lookup_step`."""
+    return step.run.keywords["fill"]  # type: ignore[attr-defined]
+
+
 def number(value: Any, dtype: Any) -> Ref:
     """Returns a number of a dtype, as an equation reads it."""
     scalar = jnp.dtype(dtype).type(value)

@@ -49,6 +49,8 @@ from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from jax import Array
 
     from rewriter.ops.kernel import Spec
@@ -130,8 +132,8 @@ def forward(**given: Any) -> Any:
     e = given["v"].shape[3]
     given |= {name: _filled(given[name]) for name in "qkv"}
     sizes = given["q"].shape[3], given["v"].shape[3]
-    count = parts(given.get(PARAM))
-    config = given.pop("config", None) or first_fitting(*sizes, extra_of(given), count)
+    count, extra = parts(given.get(PARAM)), extra_of(flat(given))
+    config = given.pop("config", None) or first_fitting(*sizes, extra, count)
     made = forward_kernel.forward(**given, config=config)
     if not given.get("residuals"):
         return made[..., :e]
@@ -149,10 +151,10 @@ def backward(**given: Any) -> dict[str, Array]:
     names = ("q", "k", "v", "out", "cotangent")
     whole = given | {name: _filled(given[name]) for name in names}
     sizes = whole["q"].shape[3], whole["v"].shape[3]
-    extra = extra_of(given)
+    extra = extra_of(flat(given))
     config = given.pop("config", None) or first_fitting_backward(*sizes, extra)
     if config is None or not fits_backward_widths(config, *sizes, extra).ok:
-        return xla.backward(**given)
+        return xla.backward(**flat(given))
     from rewriter.kernels.attention.hopper import backward_kernel
 
     grads = backward_kernel.backward(**whole | {"config": config})
@@ -162,6 +164,11 @@ def backward(**given: Any) -> dict[str, Array]:
         others = xla.backward(**given)
         grads |= {name: others[name] for name in left}
     return grads
+
+
+def flat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns operands and parameters with what a function reads among them."""
+    return {n: x for n, x in given.items() if n != "read"} | dict(given.get("read", {}))
 
 
 def _filled(x: Array) -> Array:

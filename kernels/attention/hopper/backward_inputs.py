@@ -110,7 +110,7 @@ def _of_rows(
 ) -> dict[str, Array]:
     """The numbers of queries that kernels read, as [b, n, whole blocks of t]."""
     unit, rest = (1.0 if terms.natural else LOG2E), None
-    if terms.adding:
+    if terms.unbounded:
         lse, rest = _split(use, lse)
     rows = {
         "lse": _padded(jnp.where(empty, jnp.inf, lse * unit), config, jnp.inf),

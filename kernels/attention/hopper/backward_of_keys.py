@@ -28,7 +28,7 @@ class OfKeys(Kernel):
     @classmethod
     def copies_first(cls, p: Problem) -> int:
         """Copies of a block's queries, with lse and what is beside it."""
-        return 2 + bool(p.terms.adding)
+        return 2 + p.terms.unbounded
 
     @classmethod
     def copies_second(cls) -> int:
@@ -56,7 +56,7 @@ class OfKeys(Kernel):
             barrier = self.memory[f"{kind}_ready"].at[slot]
             self.send(name, (tile.b, rows, head), slot, barrier)
             self.send(row, (tile.b, head, rows), slot, barrier)
-        if self.p.terms.adding:
+        if self.p.terms.unbounded:
             barrier = self.memory["first_ready"].at[slot]
             self.send("rest", (tile.b, head, rows), slot, barrier)
         self.send_terms(tile, head, j, slot)
@@ -376,7 +376,9 @@ class Fused(OfKeys):
         if self.p.mask.t % self.p.rows == 0:
             return found, steep
         rows = pallas.along(pallas.row_positions(64) + tile.mine, found.shape)
-        return jnp.where(rows < self.p.mask.t, found, -jnp.inf), steep
+        there = rows < self.p.mask.t
+        steep = None if steep is None else jnp.where(there, steep, 0.0)
+        return jnp.where(there, found, -jnp.inf), steep
 
     def add(self, tile: Tile, j: Any, head: Any, place: Any) -> None:
         """Adds a block's dS k to dq of a query head."""

@@ -81,7 +81,7 @@ class Problem:
     @property
     def numbers(self) -> tuple[str, ...]:
         """Names of numbers of queries."""
-        return ("lse", "delta", "rest") if self.terms.adding else ("lse", "delta")
+        return ("lse", "delta", "rest") if self.terms.unbounded else ("lse", "delta")
 
     @functools.cached_property
     def order(self) -> Order:
@@ -268,8 +268,8 @@ class Kernel(abc.ABC):
 
         Scores are -inf for hidden keys. With an addend they are multiplied with the
         scale. With only a soft cap they are multiplied with the scale and log2(e).
-        Others are not multiplied yet. Without a soft cap the derivative is 1: the
-        second is None.
+        Others are not multiplied yet. Without a soft cap or a function the derivative
+        is 1: the second is None.
         """
         p, mine, steep = self.p, self.part, None
         if p.softcap is not None:
@@ -278,6 +278,16 @@ class Kernel(abc.ABC):
             steep = 1.0 - bent * bent
         elif p.terms.natural:
             found = found * p.scale
+        if p.terms.function is not None:
+            place = Place(
+                tile.b, self.head(tile, step), tile.first, j * p.block, p.block,
+                p.parts, slot, p.mask.most(p.rows, p.block),
+            )  # fmt: skip
+            found, steep = p.terms.computed(
+                found, place, self.memory, self.given, mine,
+                turned=self.sign < 0, slope=True,
+            )  # fmt: skip
+            steep = self.hidden(tile, steep, j, 0.0) if part else steep
         if p.terms.slopes:
             found = self.sloped(tile, found, j, step)
         hides = part or not self.classed
@@ -346,8 +356,15 @@ class Kernel(abc.ABC):
         place, rows = self.memory[f"{name}_rows"].at[self.part], pl.ds(tile.mine, 64)
         plgpu.copy_smem_to_gmem(place, self.given[output].at[tile.b, rows, tile.head])
 
-    def hidden(self, tile: Tile, scores: Array, j: Any) -> Array:
-        """Returns scores with -inf where a row does not see a column."""
+    def head(self, tile: Tile, step: Any) -> Any:
+        """Returns the query head of a step."""
+        del step
+        return tile.head
+
+    def hidden(
+        self, tile: Tile, scores: Array, j: Any, value: float | None = None
+    ) -> Array:
+        """Returns scores with -inf, or a value, where a row does not see a column."""
         mask = self.p.mask
         start = j * self.p.block
         at = pallas.row_positions(64) + (tile.mine + tile.offset - start)
@@ -364,7 +381,10 @@ class Kernel(abc.ABC):
         if tile.length is not None and not mask.lengths:
             row = pallas.row_positions(64) + tile.mine
             last = jnp.where(row < pallas.rows(tile.length), last, -1)
-        return pallas.hide(scores, first, last)
+        if value is None:
+            return pallas.hide(scores, first, last)
+        fill, end = pallas.zeros((64,), value), pallas.rows(self.p.block)
+        return pallas.hide(scores, first, last, fill, end)
 
 
 def _without_rows(r: Range, some: Any) -> Range:

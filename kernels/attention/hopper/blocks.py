@@ -45,6 +45,15 @@ class Mask:
         """What is seen, without numbers that are known at run time."""
         return Visibility(self.t, self.s, self.left, self.right, self.shift)
 
+    def most(self, rows: int, block: int) -> int:
+        """Returns a number that no row and no column exceeds, of whole tiles.
+
+        Args:
+            rows: Rows of a tile.
+            block: Columns of a block.
+        """
+        return max(-(-self.t // rows) * rows, -(-self.s // block) * block) - 1
+
     @property
     def hides(self) -> bool:
         """Whether there may be keys that some query does not see."""

@@ -12,6 +12,12 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
+READ = "score_"
+"""What the names of arrays begin with that a function of scores reads."""
+
+ROWS, COLUMNS, TABLE, NUMBER = "rows", "columns", "table", "number"
+"""Forms of arrays: with a number for each row, each column, each pair, or for all."""
+
 
 @dataclass(frozen=True)
 class Extra:
@@ -22,12 +28,14 @@ class Extra:
         rows: The number of operands with a number for each row.
         columns: The number of operands with a number for each column.
         slopes: Whether distances are added.
+        computed: Whether scores go through a function.
     """
 
     tables: tuple[int, ...] = ()
     rows: int = 0
     columns: int = 0
     slopes: bool = False
+    computed: bool = False
 
     @property
     def copied(self) -> bool:
@@ -55,25 +63,29 @@ class Extra:
         For blocks of 144 keys and heads of 128, slopes spilled 16 bytes; for blocks of
         128 keys, heads of 64 and 3 warpgroups, tables of masks 20 bytes.
         """
-        wide = columns > 128 and (self.copied or self.slopes)
-        return len(self.tables) * columns // 8 + 64 * wide
+        wide = columns > 128 and (self.copied or self.slopes or self.computed)
+        return len(self.tables) * columns // 8 + 64 * wide + COMPUTED * self.computed
 
 
 NONE = Extra()
+
+COMPUTED = 24
+"""Registers per lane for what a function computes of eight columns at a time."""
 
 
 def extra_of(operands: Mapping[str, Any]) -> Extra:
     """Returns the operands of scores beside q, k and v.
 
     Args:
-        operands: Arrays, or anything with ``shape`` and ``dtype``, by name.
+        operands: Arrays, or anything with ``shape`` and ``dtype``, by name; also the
+            function of scores as ``score``, if there is one.
 
     Example:
         >>> mask = jax.ShapeDtypeStruct((2, 1, 1, 300), jnp.bool_)
-        >>> extra_of({"mask": mask})
-        Extra(tables=(), rows=0, columns=1, slopes=False)
+        >>> extra_of({"mask": mask}).columns, extra_of({"mask": mask}).tables
+        (1, ())
     """
-    tables, lines = [], set()
+    tables, lines, more = [], set(), {"rows": 0, "columns": 0}
     for name in ("bias", "mask"):
         if name in operands:
             _, _, t, s = operands[name].shape
@@ -81,26 +93,42 @@ def extra_of(operands: Mapping[str, Any]) -> Extra:
                 tables.append(table_type(operands[name].dtype).itemsize)
             else:
                 lines.add("columns" if t == 1 else "rows")
+    for name in (x for x in operands if x.startswith(READ)):
+        form = form_of(operands[name].shape)
+        if form == TABLE:
+            tables.append(table_type(operands[name].dtype).itemsize)
+        elif form != NUMBER:
+            more[form] += 1
     segments = int("q_segments" in operands and "kv_segments" in operands)
+    rows, columns = (("rows" in lines) + segments, ("columns" in lines) + segments)
     return Extra(
-        tuple(tables), ("rows" in lines) + segments, ("columns" in lines) + segments,
-        "alibi" in operands,
+        tuple(tables), rows + more[ROWS], columns + more[COLUMNS],
+        "alibi" in operands, operands.get("score") is not None,
     )  # fmt: skip
+
+
+def form_of(shape: tuple[int, ...]) -> str:
+    """Returns along which axes an array of shape [b|1, n|1, t|1, s|1] varies."""
+    t, s = shape[2:]
+    if t == 1:
+        return NUMBER if s == 1 else COLUMNS
+    return ROWS if s == 1 else TABLE
 
 
 def extra_in(spec: Spec) -> Extra:
     """Returns the same for a use of attention."""
-    return extra_of(
-        {
-            name: jax.ShapeDtypeStruct(shape, spec.dtype(name))
-            for name, shape in spec.shapes
-        }
-    )
+    arrays: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(shape, spec.dtype(name))
+        for name, shape in spec.shapes
+    }
+    return extra_of(arrays | {"score": spec.param("score")})
 
 
 def table_type(dtype: Any) -> Any:
     """Returns the dtype in which kernels read a table of this one: 8 to 32 bits."""
     if dtype == jnp.bool_:
         return jnp.dtype(jnp.int8)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.dtype(jnp.int32)
     narrow = str(jnp.dtype(dtype)) in ("bfloat16", "float16")
     return jnp.dtype(dtype if narrow else jnp.float32)

@@ -19,6 +19,7 @@ from rewriter.kernels.attention.hopper import block_masks, pallas
 from rewriter.kernels.attention.hopper.blocks import blocks_of, inside
 from rewriter.kernels.attention.hopper.dtypes import in_parts
 from rewriter.kernels.attention.hopper.pallas import LOG2E
+from rewriter.kernels.attention.hopper.terms import Place
 from rewriter.kernels.attention.visibility import Range
 
 if TYPE_CHECKING:
@@ -305,6 +306,14 @@ class Tile:
         each = pallas.zeros((64,))
         return pallas.sloped(scores, each + away * slope, each + slope)
 
+    def place(self, i: Any, slot: Any) -> Place:
+        """Returns the place of the i-th block, for a function of scores."""
+        p, config = self.p, self.p.config
+        return Place(
+            self.b, self.n, self.first, self.key(i), config.block_kv, config.warpgroups,
+            slot, p.mask.most(config.rows, config.block_kv),
+        )  # fmt: skip
+
     def key(self, i: Any) -> Any:
         """Returns the first key of the i-th block."""
         return (self.range.end - 1 - i) * self.p.config.block_kv
@@ -322,6 +331,11 @@ class Tile:
             scores = bent * (p.softcap * unit)
         elif p.natural:
             scores = scores * p.scale
+        if terms.function is not None:
+            (scores,) = terms.computed(
+                scores, self.place(i, slot), self.x, self.block.given,
+                self.block.warpgroup,
+            )  # fmt: skip
         if terms.slopes:
             scores = self.sloped(scores, self.key(i))
         mine = self.block.warpgroup

@@ -15,15 +15,35 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from rewriter.kernels.attention.hopper import pallas
-from rewriter.kernels.attention.hopper.extra_operands import table_type
+from rewriter.kernels.attention.hopper.extra_operands import (
+    COLUMNS,
+    NUMBER,
+    ROWS,
+    TABLE,
+    form_of,
+    table_type,
+)
+from rewriter.kernels.attention.hopper.functions import (
+    Function,
+    function_of,
+    is_table,
+)
+from rewriter.kernels.attention.hopper.score_tiles import Read, applied
 
 if TYPE_CHECKING:
     from jax import Array
 
-ROWS, COLUMNS, TABLE = "rows", "columns", "table"
+    from rewriter.ops.score import Score
+
+LOOKED_UP = "looked up"
+"""The form of a table that a function reads by index, in global memory."""
+
+THERE = (NUMBER, LOOKED_UP)
+"""Forms that are read from global memory, without a copy."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +52,21 @@ class Part:
 
     Attributes:
         form: `TABLE` for [b|1, n|1, rows, columns], `ROWS` for [b|1, n|1, rows],
-            `COLUMNS` for [b|1, n|1, columns].
+            `COLUMNS` for [b|1, n|1, columns], `NUMBER` for [b|1, n|1], and `LOOKED_UP`
+            for [b|1 * n|1 * size].
         dtype: The elements' type.
         batches: Whether batch entries differ.
         heads: Whether query heads do.
+        lead: The numbers of batch entries and of heads that differ.
+        size: Numbers of a table that is looked up.
     """
 
     form: str
     dtype: str
     batches: bool
     heads: bool
+    lead: tuple[int, int] = (1, 1)
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,11 +76,12 @@ class Terms:
     Attributes:
         parts: By name: "bias" and "mask" are tables, "row_terms" and "column_terms" are
             addends, "row_segments" and "column_segments" are integers: equal ones see
-            each other.
+            each other. Others are what the function reads.
         slopes: Whether each head has a slope, which is multiplied with distances.
         sinks: Whether each head has a score that joins its rows' sums.
         hiding: Names of parts whose -inf hides.
         adding: Names of parts that are added.
+        function: What scores go through before all that, if anything.
     """
 
     parts: tuple[tuple[str, Part], ...] = ()
@@ -63,11 +89,17 @@ class Terms:
     sinks: bool = False
     hiding: frozenset[str] = frozenset()
     adding: frozenset[str] = frozenset()
+    function: Function | None = None
 
     @property
     def natural(self) -> bool:
         """Whether scores are scaled before they are compared."""
-        return bool(self.adding) or self.slopes
+        return self.unbounded or self.slopes
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether scores may be so large that they absorb the log of a row's sum."""
+        return bool(self.adding) or self.function is not None
 
     @property
     def segments(self) -> bool:
@@ -77,7 +109,7 @@ class Terms:
     @property
     def hides(self) -> bool:
         """Whether rows may be left without keys."""
-        return bool(self.parts)
+        return bool(self.parts) or self.function is not None
 
     @property
     def masks(self) -> bool:
@@ -93,12 +125,17 @@ class Terms:
 
     def copies(self, warpgroups: int) -> int:
         """Returns the number of copies for a block's parts."""
-        return sum(1 if x.form == COLUMNS else warpgroups for _, x in self.parts)
+        return sum(1 if x.form == COLUMNS else warpgroups for _, x in self.copied)
+
+    @property
+    def copied(self) -> tuple[tuple[str, Part], ...]:
+        """The parts that are copied into shared memory."""
+        return tuple((name, x) for name, x in self.parts if x.form not in THERE)
 
     def scratch(self, stages: int, warpgroups: int, block: int) -> dict[str, Any]:
         """Returns shared memory for blocks of so many columns, by name."""
         made = {}
-        for name, part in self.parts:
+        for name, part in self.copied:
             dtype = jnp.dtype(part.dtype)
             if part.form == TABLE:
                 shape = (stages, warpgroups, 64, block)
@@ -110,7 +147,7 @@ class Terms:
 
     def copy(self, place: Place, given: Mapping[str, Any], send: Any) -> None:
         """Copies a block's parts: ``send(source, name, place in shared memory)``."""
-        for name, part in self.parts:
+        for name, part in self.copied:
             source = given[name]
             lead = (place.b if part.batches else 0, place.n if part.heads else 0)
             columns = pl.ds(place.column, place.columns)
@@ -121,6 +158,45 @@ class Terms:
                 at = (*lead, pl.ds(place.row + 64 * w, 64))
                 at = (*at, columns) if part.form == TABLE else at
                 send(source.at[at], name, (place.slot, w))
+
+    def computed(
+        self,
+        products: Array,
+        place: Place,
+        memory: Mapping[str, Any],
+        given: Mapping[str, Any],
+        warpgroup: Any,
+        *,
+        turned: bool = False,
+        slope: bool = False,
+    ) -> tuple[Array, ...]:
+        """Returns the function's values, and its derivatives on request.
+
+        Args:
+            products: float32 [64, columns], scaled.
+            place: That of the tile.
+            memory: References to `scratch`.
+            given: References to arrays in global memory.
+            warpgroup: The index of the 64 rows within the tile.
+            turned: Whether rows are keys.
+            slope: Whether to return derivatives by the products.
+        """
+        assert self.function is not None
+        parts, shape = dict(self.parts), products.shape
+        tables = [look.table for look in self.function.lookups]
+        starts = [pallas.rows(_start(parts[name], place)) for name in tables]
+        arrays = [
+            _of_tile(parts[name], memory.get(name), given.get(name), place, warpgroup,
+                     shape)
+            for name in self.function.arrays
+        ]  # fmt: skip
+        rows = pallas.row_positions(64) + (place.row + 64 * warpgroup)
+        same = [parts[name].form == NUMBER for name in self.function.arrays]
+        read = Read(arrays, same, [given[name] for name in tables], starts)
+        return applied(
+            self.function, products, rows, pallas.rows(place.column), read,
+            most=place.most, turned=turned, slope=slope,
+        )  # fmt: skip
 
     def added(
         self,
@@ -189,6 +265,8 @@ class Place:
     columns: int
     warpgroups: int
     slot: Any
+    most: int = 0
+    """No row and no column has a larger number."""
 
 
 def terms_of(
@@ -201,6 +279,8 @@ def terms_of(
     kv_segments: Array | None = None,
     alibi: Array | None = None,
     sinks: Array | None = None,
+    score: Score | None = None,
+    **read: Array,
 ) -> tuple[Terms, dict[str, Array]]:
     """Returns the present terms, and arrays by name, with "slopes" and "sinks".
 
@@ -213,6 +293,8 @@ def terms_of(
         kv_segments: int [b|1, s]; segments count if both are there.
         alibi: float [n].
         sinks: float [n].
+        score: A function of scores.
+        **read: What it reads: arrays [b|1, n|1, t|1, s|1], and tables [b|1, n|1, r].
     """
     arrays: dict[str, Array] = {}
     hiding, adding = set(), set()
@@ -239,6 +321,8 @@ def terms_of(
         for name, x in (("row_segments", q_segments), ("column_segments", kv_segments)):
             arrays[name] = x.astype(jnp.int32)[:, None]
     parts = tuple((name, _part(name, x)) for name, x in arrays.items())
+    parts += tuple((name, _read_part(name, x)) for name, x in read.items())
+    arrays |= {name: _as_read(x, dict(parts)[name].form) for name, x in read.items()}
     arrays = {name: _whole(x, dict(parts)[name].form) for name, x in arrays.items()}
     for name, x in (("slopes", alibi), ("sinks", sinks)):
         if x is not None:
@@ -249,8 +333,70 @@ def terms_of(
         sinks is not None,
         frozenset(hiding),
         frozenset(adding),
+        function_of(score, read),
     )  # fmt: skip
     return terms, arrays
+
+
+def _read_part(name: str, x: Array) -> Part:
+    """The part of what a function reads."""
+    form = LOOKED_UP if is_table(name) else form_of(x.shape)
+    dtype = _read_type(x.dtype, form)
+    b, n = x.shape[:2]
+    size = x.shape[2] if form == LOOKED_UP else 0
+    return Part(form, str(dtype), b > 1, n > 1, (b, n), size)
+
+
+def _read_type(dtype: Any, form: str) -> Any:
+    """The dtype in memory: tables of pairs are narrow, other numbers have 32 bits."""
+    if form == TABLE:
+        return table_type(dtype)
+    return jnp.dtype("float32" if jnp.issubdtype(dtype, jnp.floating) else "int32")
+
+
+def _as_read(x: Array, form: str) -> Array:
+    """What a function reads, as it lies in memory."""
+    kind = _read_type(x.dtype, form)
+    if x.dtype == jnp.uint32:
+        x = lax.bitcast_convert_type(x, jnp.int32)
+    x = x.astype(kind)
+    if form == LOOKED_UP:
+        return x.reshape(-1)
+    lines = {ROWS: x[..., 0], COLUMNS: x[:, :, 0], NUMBER: x[:, :, 0, 0]}
+    return lines.get(form, x)
+
+
+def _start(part: Part, place: Place) -> Any:
+    """The index of the first number of a table that is looked up."""
+    entry = place.b if part.batches else 0
+    head = place.n if part.heads else 0
+    return (entry * part.lead[1] + head) * part.size
+
+
+def _of_tile(
+    part: Part, memory: Any, source: Any, place: Place, warpgroup: Any,
+    shape: tuple[int, ...],
+) -> Array:  # fmt: skip
+    """An array that a function reads, for one tile: float32 or int32 of its shape."""
+    slot = place.slot
+    if part.form == TABLE:
+        tile = memory.at[slot, warpgroup][...]
+        if part.dtype == "int8":
+            ones = pallas.along(pallas.rows(1), shape)
+            return jnp.where(tile != 0, ones, pallas.along(pallas.rows(0), shape))
+        if part.dtype == "bfloat16":
+            return pallas.widened(tile)
+        return tile if part.dtype == "int32" else tile.astype(jnp.float32)
+    if part.form == NUMBER:
+        at = (place.b if part.batches else 0, place.n if part.heads else 0)
+        value = pallas.scalar(source, *at)
+        whole = part.dtype == "int32"
+        each = pallas.rows(value) if whole else pallas.zeros((64,)) + value
+        return pallas.along(each, shape)
+    if part.form == ROWS:
+        line = pallas.loaded(memory.at[slot, warpgroup], pallas.ROWS)
+        return pallas.along(line, shape)
+    return pallas.across(pallas.loaded(memory.at[slot], pallas.COLUMNS), shape)
 
 
 def _part(name: str, x: Array) -> Part:
@@ -260,6 +406,8 @@ def _part(name: str, x: Array) -> Part:
 
 def _whole(x: Array, form: str) -> Array:
     """Adds rows up to a multiple of 8, columns up to one of 128 bytes."""
+    if form in THERE:
+        return x
     more = [0] * x.ndim
     more[-1] = -x.shape[-1] % (128 // x.dtype.itemsize)
     if form == TABLE:

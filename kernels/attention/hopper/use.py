@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -12,8 +13,10 @@ from rewriter.kernels.attention.hopper.blocks import Mask
 if TYPE_CHECKING:
     from jax import Array
 
-EXTRA = ("bias", "mask", "q_segments", "kv_segments", "alibi", "sinks")
-"""The operands that change scores beside positions."""
+    from rewriter.ops.score import Score
+
+EXTRA = ("bias", "mask", "q_segments", "kv_segments", "alibi", "sinks", "score")
+"""What changes scores beside positions."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Use:
         out_dtype: q's, or float32.
         weights: Whether v is multiplied with twice the digits of q's dtype, where not
             None; see `rewriter.kernels.attention.weights`.
+        score: A function that scores go through before all else.
+        read: What it reads, by name: `rewriter.kernels.attention.scored_form`.
     """
 
     q: Array
@@ -63,6 +68,8 @@ class Use:
     empty_rows: str = "nan"
     out_dtype: str | None = None
     weights: str | None = None
+    score: Score | None = None
+    read: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -75,9 +82,9 @@ class Use:
         return self.q.shape[3], self.v.shape[3]
 
     @property
-    def extra(self) -> dict[str, Array]:
-        """The operands of `EXTRA` that are present, by name."""
-        given = {name: getattr(self, name) for name in EXTRA}
+    def extra(self) -> dict[str, Any]:
+        """What is present of `EXTRA`, and what a function reads, by name."""
+        given = {name: getattr(self, name) for name in EXTRA} | dict(self.read)
         return {name: x for name, x in given.items() if x is not None}
 
     @property
@@ -123,3 +130,4 @@ class Use:
             s, t, right, left, -self.shift, offsets=self.offset is not None,
             more=hides, prefixes=self.prefix is not None,
         )  # fmt: skip
+

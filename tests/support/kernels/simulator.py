@@ -56,6 +56,7 @@ from rewriter.kernels.shared import (
     warpgroups,
     work_stealing,
 )
+from tests.support.kernels import lines
 
 PATIENCE_S = 20.0
 
@@ -523,6 +524,30 @@ def _write(reference: Reference, value: np.ndarray) -> None:
     reference[...] = value
 
 
+def _applied(
+    function: Any, products: np.ndarray, rows: np.ndarray, column: np.ndarray,
+    read: Any, *, most: int, turned: bool, slope: bool,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """The program of a function, line by line, by JAX for all numbers of a tile."""
+    shape, of = products.shape, dict(function.dtypes)
+    assert max(rows.max(), column[0] + shape[1] - 1) <= most
+    columns = np.broadcast_to(column[0] + np.arange(shape[1], dtype=np.int32), shape)
+    rows = np.broadcast_to(rows[:, None], shape)
+    given = [products, *((columns, rows) if turned else (rows, columns))]
+    for x, name in zip(read.arrays, function.arrays, strict=True):
+        given.append(np.asarray(x).astype(of[name]))
+    for look, table, start in zip(
+        function.lookups, read.tables, read.starts, strict=True
+    ):
+        place, index = lines.evaluated(look.place, given)
+        found = np.asarray(table.view())[start[0] + np.asarray(place)]
+        given += lines.evaluated(look.found, [found.astype(of[look.table]), index])
+    made = lines.evaluated(
+        function.value_and_slope if slope else function.value, given
+    )
+    return tuple(np.broadcast_to(np.asarray(x, np.float32), shape) for x in made)
+
+
 def _sloped(scores: np.ndarray, first: np.ndarray, slope: np.ndarray) -> np.ndarray:
     columns = np.arange(scores.shape[1], dtype=np.float32)[None]
     return scores + (first[:, None] + slope[:, None] * columns)
@@ -640,6 +665,7 @@ def _replace_shims(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pallas, "hold", lambda x: None)
     patch.setattr(pallas, "widened", lambda x: np.asarray(x).astype(np.float32))
     patch.setattr(pallas, "least", np.fmin)
+    patch.setattr(terms, "applied", _applied)
 
 
 def _count(patch: pytest.MonkeyPatch, *modules: Any) -> None:
