@@ -13,17 +13,12 @@ import rewriter
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.gradients import search
 from tests import slow
+from tests.support.arrays import normal
 from tests.support.programs import attention
 
 D, N, T, LAYERS = 32, 4, 16, 3
 OPS = ("attention", "rms_norm", "layer_norm", "gated_linear_unit")
 FORCED = dict.fromkeys((*OPS, "ragged_dot"), "reference")
-
-
-def normal(*shape: int, seed: int = 0) -> jax.Array:
-    """Of NumPy: JAX would compile a program for each shape, at import."""
-    draw = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return jnp.asarray(draw)
 
 
 def weights(seed: int) -> dict[str, jax.Array]:
@@ -33,7 +28,7 @@ def weights(seed: int) -> dict[str, jax.Array]:
         "down": (2 * D, D),
     }  # fmt: skip
     return {
-        n: normal(*s, seed=97 * seed + i) * (0.1 if len(s) > 1 else 1)
+        n: normal(*s, seed=97 * seed + i, size=0.1 if len(s) > 1 else 1)
         for i, (n, s) in enumerate(shapes.items())
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from jax import lax
 
 import rewriter
-from rewriter.ops.stored import numbers_of
 from tests.spellings.contexts import CONTEXTS
+from tests.support.arrays import stored
 
 NAME = "quantized_dot"
 K, N, G = 128, 96, 4
@@ -21,8 +22,7 @@ R = np.random.default_rng(0)
 BF, F32 = jnp.bfloat16, jnp.float32
 
 
-def drawn(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return np.asarray(numbers_of(jnp.asarray(R.standard_normal(shape), F32), dtype))
+drawn = functools.partial(stored, R)
 
 
 EYE = np.eye(K, dtype=BF)

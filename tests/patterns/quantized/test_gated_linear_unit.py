@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from jax import lax
 
 import rewriter
-from rewriter.ops.stored import numbers_of
+from tests.support.arrays import stored
 
 NAME = "quantized_gated_linear_unit"
 UNIT = "gated_linear_unit"
@@ -22,8 +23,7 @@ R = np.random.default_rng(0)
 BF, F32 = jnp.bfloat16, jnp.float32
 
 
-def drawn(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return np.asarray(numbers_of(jnp.asarray(R.standard_normal(shape), F32), dtype))
+drawn = functools.partial(stored, R)
 
 
 GIVEN = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from jax import lax
 
 import rewriter
-from rewriter.ops.stored import numbers_of
+from tests.support.arrays import stored
 
 NAME = "quantized_dot"
 M, K, N = 6, 64, 48
@@ -21,8 +22,7 @@ BF, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 E4, E5 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def drawn(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return np.asarray(numbers_of(jnp.asarray(R.standard_normal(shape), F32), dtype))
+drawn = functools.partial(stored, R)
 
 
 GIVEN = {
