@@ -96,9 +96,8 @@ def lengths(of: list[int]) -> jax.Array:
 
 
 SEGMENTS = np.repeat(np.arange(COUNT * PART, dtype=np.int32)[None] // 20, 2, 0)
-LATER = np.where(
-    (np.arange(COUNT * PART) >= 30) & (np.arange(2) == 1)[:, None], 9, SEGMENTS
-)
+OTHERS = np.array(SEGMENTS)
+OTHERS[1, 30:] = 9
 CASES = {
     "full": ({}, {}),
     "no keys, a gradient": (
