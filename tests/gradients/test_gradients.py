@@ -16,7 +16,7 @@ from tests import slow
 from tests.support.arrays import normal
 from tests.support.programs import attention
 
-D, N, T, LAYERS = 32, 4, 16, 3
+D, N, T, LAYERS = 32, 4, 16, 2
 OPS = ("attention", "rms_norm", "layer_norm", "gated_linear_unit")
 FORCED = dict.fromkeys((*OPS, "ragged_dot"), "reference")
 
@@ -98,7 +98,7 @@ def test_forward_and_backward_are_replaced(name: str) -> None:
     text = str(fast.jaxpr(PARAMS, X))
     assert text.count("rewriter_site_backward[") == len(OPS) * count
     assert " exp " not in text  # no weights are computed outside the ops
-    equal(fast(PARAMS, X), step(PARAMS, X))
+    equal(*jax.jit(lambda *given: (fast(*given), step(*given)))(PARAMS, X))
 
 
 def test_a_loop_no_longer_stacks_weights() -> None:
