@@ -297,6 +297,15 @@ def root_of_the_mean(x):
     return (x - x.mean(-1, keepdims=True)) * root
 
 
+def group_norm(x, scale):
+    """As flax writes it: means of groups of the last axis, and a scale of the axis."""
+    groups = x.reshape(4, 2, 4)
+    mean = groups.mean(-1, keepdims=True)
+    root = jax.lax.rsqrt((groups**2).mean(-1, keepdims=True) - mean**2 + 1e-6)
+    mean, root = (jnp.repeat(y, 4, -1).reshape(4, 8) for y in (mean, root))
+    return (x - mean) * (root * scale)
+
+
 def differential(q, k, v):
     w = jax.nn.softmax(scores(q, k)) - 0.3 * jax.nn.softmax(scores(q + 1, k))
     return weighted(w, v)
@@ -328,6 +337,7 @@ REASONS = {
     "root_of_the_mean": (
         "rms_norm", "not by its own deviation", root_of_the_mean, X
     ),
+    "group_norm": ("layer_norm", "a group norm", group_norm, X, X[0]),
     "not_centred": (
         "layer_norm", "its mean is not subtracted",
         lambda x: x * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6), X,
