@@ -99,7 +99,6 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
     _, bound, _, body = alg.defs[squares[0]]
     inner = alg.defs[body[0][0]][2]
     axes = [k for k, a in enumerate(inner) if alg.index_ids(a) & set(bound)]
-    parts = False
     for _, mono in form:
         for a, e in mono:
             if alg.kind(a) == "leaf" and alg.defs[a][1] == x and e == 1:
@@ -107,8 +106,7 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
                 outer = all(at[k] == inner[k] for k in range(len(at)) if k not in axes)
                 if outer and all(isinstance(at[k], int) for k in axes):
                     return axes, at
-                parts = True
-    if parts:
-        text = "each mean is of a group of channels, or of another part of an axis: "
-        raise Refused("axes", f"{text}a group norm", score=0.4)
-    raise Refused("axes", "the result does not hold the same x as the root", score=0.4)
+    text = (
+        "the root is of another shape or part of x than the result, as in a group norm"
+    )
+    raise Refused("axes", text, score=0.4)
