@@ -435,5 +435,6 @@ def test_a_group_norm_of_flax_is_named():
     linen = pytest.importorskip("flax.linen")
     norm = linen.GroupNorm(2)
     scales = {"params": {"scale": np.ones(8, "f4"), "bias": np.ones(8, "f4")}}
-    (miss,) = rewriter.explain(norm.apply)(scales, X).misses
+    image = np.ones((2, 3, 3, 8), "f4")
+    (miss,) = rewriter.explain(norm.apply)(scales, image).misses
     assert "group norm" in miss.reasons[0].text
