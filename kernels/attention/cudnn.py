@@ -123,10 +123,10 @@ def modelled(spec: Spec, device: Device | None = None, passes: str = "") -> Verd
 
 # ------------------------------------------------------------------- its estimate
 STEP = 64
-"""cuDNN is assumed to pad heads to multiples of it: it takes 0.224 ms for heads of 80
-and 0.225 for heads of 128, 0.928 for heads of 96 and 0.913 for heads of 128
-(``tests/bench/results/hopper_attention_h200.json``; 1k keys, and 4k under a causal
-mask)."""
+"""cuDNN is assumed to pad heads to multiples of it. With 1k keys it takes 0.224 ms for
+heads of 80 and 0.225 for heads of 128. With 4k keys and a causal mask it takes 0.928
+for heads of 96 and 0.913 for heads of 128
+(``tests/bench/results/hopper_attention_h200.json``)."""
 
 WIDE = 0.85
 """The share of its rate that cuDNN reaches in gradients of heads wider than 128; our

@@ -28,7 +28,8 @@ from rewriter.kernels.ragged.dot.hopper.stored import Tiles as Tiles
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import runs_on as runs_on
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import usual_steps
 from rewriter.ops.widening import JOINS, all_columns
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -252,16 +253,7 @@ backward = stored.backward
 """The cotangent of x by XLA, block by block."""
 
 
-KERNEL = Kernel(
-    name="hopper",
-    op=NAME,
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports, runs_on),
-    speed=Speed(profitable),
-    traits=Traits(memory_bounded=True, saves_out=False),
-    space=Space(Tiles, default, configs, fits),
-    backward_space=Space(stored.Block, stored.default, stored.configs),
-)
+KERNEL = HOPPER.kernel(
+    NAME, forward, backward, supports, Speed(profitable),
+    Space(Tiles, default, configs, fits), stored.KERNEL.backward_space,
+)  # fmt: skip

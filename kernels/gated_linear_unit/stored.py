@@ -15,43 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from rewriter.kernels.gated_linear_unit.branches import branch, combine
 from rewriter.kernels.gated_linear_unit.op import STORED
 from rewriter.kernels.gated_linear_unit.stored_form import ADDED, matrix_of
 from rewriter.kernels.gated_linear_unit.xla import product
 from rewriter.kernels.shared import columns
+from rewriter.kernels.shared.columns import Block
+from rewriter.kernels.shared.kinds import XLA
 from rewriter.kernels.shared.products import unturned
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import (
-    PLATFORMS,
-    Kernel,
-    Limits,
-    Space,
-    Spec,
-    Speed,
-    Traits,
-    saves_nothing,
-)
+from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.verdict import YES, Verdict, no
 
 if TYPE_CHECKING:
     from jax import Array
 
 BRANCHES = ("gate", "up")
-
-
-@dataclass(frozen=True)
-class Block:
-    """The config of both passes.
-
-    Attributes:
-        columns: Columns of each matrix that are widened at once.
-    """
-
-    columns: int = 256
 
 
 MOST = 1 << 19
@@ -61,16 +42,13 @@ MOST = 1 << 19
 def default(spec: Spec, device: Device) -> Block:
     """Returns 256 columns, or fewer if many numbers would be widened at once."""
     del device
-    k = spec.shape("x")[-1]
-    if not isinstance(k, int):
-        return Block()
-    return Block(min(Block().columns, max(64, MOST // max(k, 1) // 64 * 64)))
+    return columns.default_block(spec.shape("x")[-1], MOST)
 
 
 def configs(spec: Spec, device: Device) -> list[Block]:
     """Returns blocks worth measuring, of fewer columns than there are."""
-    own, f = default(spec, device), columns_of(spec)
-    return [Block(c) for c in (64, 128, 256, 1024) if c < f and c != own.columns]
+    sizes = (64, 128, 256, 1024)
+    return columns.other_blocks(default(spec, device), columns_of(spec), sizes)
 
 
 def columns_of(spec: Spec) -> int:
@@ -90,25 +68,9 @@ def supports(spec: Spec) -> Verdict:
     return YES
 
 
-PAYS_FROM = 1 << 23
-"""The fewest numbers of a matrix whose widened copy leaves the caches of a CPU."""
-
-ROWS = 64
-"""The most rows for which a CPU spends its time on the matrices, not on products."""
-
-
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns yes on a CPU for few rows and large matrices, as for a quantized dot."""
-    if platform != "cpu":
-        return no("platform", f"not measured to be faster than XLA on {platform}")
-    size = spec.shape("w_gate")[0] * columns_of(spec)
-    if size < PAYS_FROM:
-        text = f"matrices of {size >> 10} Ki numbers are so small that XLA is as fast"
-        return no("small", text)
-    rows = spec.shape("x")[:-1]
-    if any(not isinstance(d, int) for d in rows) or math.prod(rows) > ROWS:
-        return no("rows", f"more than {ROWS} rows, for which XLA is as fast")
-    return YES
+    return columns.pays(spec, platform, spec.shape("w_gate")[0] * columns_of(spec))
 
 
 def forward(
@@ -140,7 +102,7 @@ def forward(
         gate, up = (use.branch(b, first, size) for b in BRANCHES)
         return combine(gate, up, **joining).astype(dtype)
 
-    out = columns.joined(block, use.columns, (config or Block()).columns)
+    out = columns.joined(block, use.columns, config)
     return (out, ()) if residuals else out
 
 
@@ -181,7 +143,7 @@ def backward(
             for b, w in zip(BRANCHES, matrices, strict=True)
         ]
         _, back = jax.vjp(functools.partial(combine, **use.joining), *branches)
-        own = lax.dynamic_slice_in_dim(cotangent, first, size, -1).astype(wide)
+        own = columns.taken(cotangent, first, size).astype(wide)
         total = jnp.zeros_like(nothing)
         for d, w in zip(back(own), matrices, strict=True):
             narrow = jnp.result_type(use.x, w)
@@ -191,7 +153,7 @@ def backward(
             )  # fmt: skip
         return total
 
-    total = columns.added(block, nothing, use.columns, (config or Block()).columns)
+    total = columns.added(block, nothing, use.columns, config)
     return {"x": total.reshape(use.x.shape).astype(use.x.dtype)}
 
 
@@ -258,16 +220,7 @@ class _Use:
         return branch(unturned(self.x), matrix, added, self.precision)
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op=STORED.name,
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
-    space=Space(Block, default, configs),
-    backward_space=Space(Block, default, configs),
-)
+KERNEL = XLA.kernel(
+    STORED.name, forward, backward, supports,
+    Speed(profitable), Space(Block, default, configs),
+)  # fmt: skip

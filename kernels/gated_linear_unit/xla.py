@@ -24,6 +24,7 @@ from rewriter.kernels.shared.products import unturned
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Space, Spec, Speed
+from rewriter.support.sizes import size_text
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 
@@ -104,7 +105,9 @@ def _pays(spec: Spec, platform: str, count: int, least: int) -> Verdict:
     size = 2 * rows * f * jnp.dtype(spec.dtype("x")).itemsize * count
     if size >= least:
         return YES
-    return no("small", f"branches of {size >> 10} KiB are so small that XLA is as fast")
+    return no(
+        "small", f"branches of {size_text(size)} are so small that XLA is as fast"
+    )
 
 
 def _floating(spec: Spec, name: str) -> Verdict:

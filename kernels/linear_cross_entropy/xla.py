@@ -29,6 +29,7 @@ from rewriter.kernels.linear_cross_entropy.estimate import estimate, margin
 from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Space, Spec, Speed
+from rewriter.support.sizes import size_text
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 PAYS_FROM = 1 << 26
@@ -71,7 +72,7 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
         return no("platform", f"not measured to be as fast as XLA on {platform}")
     if spec.symbolic or size >= PAYS_FROM:
         return YES
-    return no("small", f"logits of {size >> 10} KiB are so small that XLA is as fast")
+    return no("small", f"logits of {size_text(size)} are so small that XLA is as fast")
 
 
 def forward(

@@ -6,7 +6,6 @@ XLA writes all numbers of one byte each, then the widened matrix, and reads it a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -15,34 +14,16 @@ from rewriter.kernels.quantized_dot.op import PACKED
 from rewriter.kernels.quantized_dot.packed_form import computed
 from rewriter.kernels.quantized_dot.reference import computed as of_numbers
 from rewriter.kernels.shared import columns
+from rewriter.kernels.shared.columns import Block
+from rewriter.kernels.shared.kinds import XLA
 from rewriter.kernels.shared.products import unturned
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import (
-    PLATFORMS,
-    Kernel,
-    Limits,
-    Space,
-    Spec,
-    Speed,
-    Traits,
-    saves_nothing,
-)
+from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.ops.packing import Packing, packing_of
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
-
-
-@dataclass(frozen=True)
-class Block:
-    """The config.
-
-    Attributes:
-        columns: Columns of the matrix that are unpacked at once; an even number.
-    """
-
-    columns: int = 256
 
 
 MOST = 1 << 20
@@ -52,16 +33,13 @@ MOST = 1 << 20
 def default(spec: Spec, device: Device) -> Block:
     """Returns 256 columns, or fewer if many numbers would be widened at once."""
     del device
-    k = spec.shape("x")[-1]
-    if not isinstance(k, int):
-        return Block()
-    return Block(min(Block().columns, max(64, MOST // max(k, 1) // 64 * 64)))
+    return columns.default_block(spec.shape("x")[-1], MOST)
 
 
 def configs(spec: Spec, device: Device) -> list[Block]:
     """Returns blocks worth measuring, of fewer columns than there are."""
-    own, n = default(spec, device), _columns(spec)
-    return [Block(c) for c in (64, 256, 1024) if c < n and c != own.columns]
+    sizes = (64, 256, 1024)
+    return columns.other_blocks(default(spec, device), _columns(spec), sizes)
 
 
 def _packing(spec: Spec) -> Packing:
@@ -90,25 +68,9 @@ def supports(spec: Spec) -> Verdict:
     return all_of(YES, *found)
 
 
-PAYS_FROM = 1 << 23
-"""The fewest numbers of a matrix whose widened copy leaves the caches of a CPU."""
-
-ROWS = 64
-"""The most rows for which a CPU spends its time on the matrix, not on products."""
-
-
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns yes on a CPU for few rows and a large matrix, as for a quantized dot."""
-    if platform != "cpu":
-        return no("platform", f"not measured to be faster than XLA on {platform}")
-    size = 2 * math.prod(spec.shape("w"))
-    if size < PAYS_FROM:
-        text = f"a matrix of {size >> 10} Ki numbers is so small that XLA is as fast"
-        return no("small", text)
-    rows = spec.shape("x")[:-1]
-    if any(not isinstance(d, int) for d in rows) or math.prod(rows) > ROWS:
-        return no("rows", f"more than {ROWS} rows, for which XLA is as fast")
-    return YES
+    return columns.pays(spec, platform, 2 * math.prod(spec.shape("w")))
 
 
 def forward(
@@ -141,19 +103,11 @@ def forward(
         how = {"packing": packing, "mode": mode, **given}
         return computed(of_numbers, x=x, w=own, **others, **how)
 
-    n = w.shape[across] * per_byte
-    out = columns.joined(block, n, (config or Block()).columns)
+    out = columns.joined(block, w.shape[across] * per_byte, config)
     return (out, ()) if residuals else out
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op=PACKED.name,
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    limits=Limits(supports),
-    speed=Speed(profitable),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
-    space=Space(Block, default, configs),
-)
+KERNEL = XLA.kernel(
+    PACKED.name, forward, None, supports, Speed(profitable),
+    Space(Block, default, configs), saves_out=False,
+)  # fmt: skip

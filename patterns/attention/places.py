@@ -1,9 +1,9 @@
 """Reads keys and queries at positions that are data, such as those of packed documents.
 
-Looks like  position(key) <= position(query), or the like from below, where either is
-            an array of the program: positions given with the tokens, counted by a
-            cumulative sum, or of what lies in a cache. Neither is made anew, and they
-            are only compared: any integers are right.
+Looks like  position(key) <= position(query), or the like from below. Either is an array
+            of the program: positions given with the tokens, counted by a cumulative
+            sum, or those of a cache's slots. Neither is made anew. They are only
+            compared, so any integers are right.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from rewriter.algebra.canonicalize import values_named
 from rewriter.algebra.normal_form import TRUE, Algebra, Index, Monomial, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import Group, Joined, Refused
+from rewriter.patterns.attention import unlike
 from rewriter.patterns.attention.conjuncts import conjuncts
 from rewriter.program.graph import Node
 
@@ -127,17 +128,6 @@ class Softmax:
         return found
 
 
-def _is_divided_inside(alg: Algebra, total: int) -> bool:
-    """Whether the terms of a sum are divided by sums of exponentials each."""
-    for atom, power in alg.defs[total][3]:
-        if power != -1 or alg.kind(atom) not in ("sum", "pow"):
-            continue
-        inside = alg.defs[atom][3] if alg.kind(atom) == "sum" else ()
-        if any(alg.kind(a) == "exp" for a, _ in inside):
-            return True
-    return False
-
-
 def softmax_parts(
     alg: Algebra, form: Poly, values: Set[Any], soft: bool = False
 ) -> Parts:
@@ -166,11 +156,7 @@ def softmax_parts(
     below = [a for a, e in mono if e == -1 and alg.kind(a) in ("sum", "pow")]
     above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
     if not below:
-        if any(_is_divided_inside(alg, a) for a in above):
-            text = "the softmax is over another axis than the keys that are summed"
-            raise Refused("denominator", text, score=0.5)
-        text = "the result is not divided by a sum of weights"
-        raise Refused("denominator", text, score=0.3)
+        raise unlike.undivided(alg, mono)
     for den, num in itertools.product(below, above):
         parts = _pair(alg, den, num, values, flag)
         if parts is not None:
@@ -184,12 +170,7 @@ def softmax_parts(
                 )
             parts = dataclasses.replace(parts, factor=parts.factor * c)
             return _rows(alg, flag, parts)
-    raise Refused(
-        "weights",
-        "the weights differ between numerator and denominator",
-        difference=alg.show(form),
-        score=0.4,
-    )
+    raise unlike.other_weights(alg, mono, form)
 
 
 def _refuse_several(alg: Algebra, form: Poly) -> None:

@@ -106,4 +106,5 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
                 outer = all(at[k] == inner[k] for k in range(len(at)) if k not in axes)
                 if outer and all(isinstance(at[k], int) for k in axes):
                     return axes, at
-    raise Refused("axes", "the result does not hold the same x as the root", score=0.4)
+    text = "the root is of another part of x than the result, as that of a group norm"
+    raise Refused("axes", text, score=0.4)

@@ -223,8 +223,28 @@ def read(
         notes=tuple(sorted(ev.notes)),
         times=times,
         plus=plus,
+        unequal=UNEQUAL[op] if _centred(alg, form) != source.centred else "",
         may_be_inside=bool(rest),  # one row: its scale's gradient is such a product
     )
+
+
+UNEQUAL = {
+    "layer_norm": "x is divided by its deviation, but its mean is not subtracted",
+    "rms_norm": "x minus its mean is divided by the root of the mean of x², and not "
+    "by its own deviation",
+}
+"""What is told if a mean is subtracted from x, or under the root, and not from both."""
+
+
+def _centred(alg: Algebra, form: Form) -> bool:
+    """Whether a term of the result is a sum of x: its mean."""
+    sums = (a for _, m in form.poly for a, e in m if e == 1 and alg.kind(a) == "sum")
+    bodies = (alg.defs[a][3] for a in sums)
+    return any(
+        len(body) == 1 and body[0][1] == 1
+        and alg.kind(body[0][0]) == "leaf" and alg.defs[body[0][0]][1] == form.x
+        for body in bodies
+    )  # fmt: skip
 
 
 def _is_of_all(find: Finder, anchor: Node, x: int) -> bool:

@@ -88,10 +88,14 @@ def _chosen(
         return XLA, ((op.name, f"a kernel of {op.form_of} is forced"),)
     kernels = match.pattern.kernels
     choice = choose(match.spec, config, kernels, target, where=match.where)
-    why = tuple((f"{op.name} {name}", text) for name, text in choice.not_chosen)
     others = general.pattern.kernels
     plain = {k.name for k in kernels if set(k.platforms) == set(PLATFORMS)}
     both = plain & {k.name for k in others}
+    why = tuple(
+        (f"{op.name} {name}", text)
+        for name, text in choice.not_chosen
+        if name not in both  # the general op says why its own is not chosen
+    )
     if op.name not in forced and choice.kernel in both:
         there = choose(general.spec, config, others, target, where=match.where).kernel
         if there not in (XLA, choice.kernel):

@@ -53,7 +53,7 @@ def check(graph: Graph, op: Op, reading: Reading) -> tuple[Spec | None, Refused 
         return spec, None
     return None, Refused(
         "unequal",
-        f"the region is not equal to {op.name} with these operands",
+        reading.unequal or f"{op.name} of these operands gives something else",
         difference=difference,
         score=0.8,
     )

@@ -179,6 +179,7 @@ class Reading:
             later ones may be made of earlier ones.
         may_be_inside: Whether it is a site inside another one of the same op too, if
             it is read beside that.
+        unequal: What a reader is told if it differs from the op; a general text if "".
         proof: A reading of the same region with one of its values given, which is
             proved in place of this one. The equations of that value are the op's own
             parameter: they are taken over, and need no proof.
@@ -209,6 +210,7 @@ class Reading:
     in_blocks: bool = False
     joined: Mapping[Any, Joined] = field(default_factory=dict)
     may_be_inside: bool = False
+    unequal: str = ""
     proof: Reading | None = None
     code: Any = field(default=None, init=False, repr=False)
 

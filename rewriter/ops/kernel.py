@@ -20,6 +20,7 @@ from rewriter.ops.space import worth_measuring as worth_measuring
 from rewriter.ops.spec import Spec as Spec
 from rewriter.ops.spec import of_least_sizes as of_least_sizes
 from rewriter.ops.spec import spec_of as spec_of
+from rewriter.support.sizes import size_text
 from rewriter.support.source_line import source_line
 from rewriter.support.verdict import YES, Verdict, no
 
@@ -71,7 +72,7 @@ def pays_on_cpu(spec: Spec, platform: str) -> Verdict:
         if spec.symbolic or size >= 1 << 20:
             return YES
         return no(
-            "small", f"operands of {size >> 10} KiB are so small that XLA is as fast"
+            "small", f"operands of {size_text(size)} are so small that XLA is as fast"
         )
     return no("platform", f"not measured to be faster than XLA on {platform}")
 

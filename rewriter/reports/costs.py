@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rewriter.measure.costs import Costs
 from rewriter.measure.key import BOTH
 from rewriter.measure.measurement import time_text
 from rewriter.rewrite.plan import Site
+from rewriter.support.sizes import size_text
 
 
 @dataclass(frozen=True)
@@ -84,29 +85,28 @@ def total(sites: Iterable[Site]) -> Total | None:
     )
 
 
-def costs_text(costs: Costs, replaced: bool, size: Callable[[int], str]) -> str:
+def costs_text(costs: Costs, replaced: bool) -> str:
     """Returns a site's costs in words; empty if none is known.
 
     Args:
         costs: The costs.
         replaced: Whether the site is replaced by a kernel.
-        size: Puts bytes into words.
 
     Example:
-        >>> costs_text(Costs(2500.0, 500.0, source="estimated"), True, str)
+        >>> costs_text(Costs(2500.0, 500.0, source="estimated"), True)
         '2.5 ms → 500 µs (estimated)'
     """
-    parts = list(_pairs(costs, replaced, size))
+    parts = list(_pairs(costs, replaced))
     if not parts:
         return ""
     passes = ", forward and backward" if costs.passes == BOTH else ""
     return f"{'; '.join(parts)} ({costs.source}{passes})"
 
 
-def _pairs(costs: Costs, replaced: bool, size: Callable[[int], str]) -> Iterator[str]:
+def _pairs(costs: Costs, replaced: bool) -> Iterator[str]:
     kinds = (
         ("", costs.before_us, costs.after_us, time_text),
-        ("temporary memory ", costs.before_bytes, costs.after_bytes, size),
+        ("temporary memory ", costs.before_bytes, costs.after_bytes, size_text),
     )
     for what, before, after, text in kinds:
         old, new = (None if x is None else text(x) for x in (before, after))  # type: ignore[operator]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from rewriter.measure.measurement import time_text
 from rewriter.rewrite.plan import Site
+from rewriter.support.sizes import size_text
 
 OPERAND = re.compile(r"(\w+) (\w+)\[([^\]]*)\]")
 COMMA = re.compile(r",(?![^()]*\))")
@@ -34,12 +35,11 @@ def structure(site: Site) -> Iterator[str]:
         yield "a boolean of each key"
 
 
-def whole_mask(site: Site, in_words: Callable[[int], str], rate: float = 0.0) -> str:
+def whole_mask(site: Site, rate: float = 0.0) -> str:
     """Returns what a mask costs that is read as an array, and what would not.
 
     Args:
         site: The site.
-        in_words: Gives bytes in words.
         rate: The device's bytes/s from memory; 0 if unknown.
     """
     shape = _shapes(site).get("mask")
@@ -48,7 +48,7 @@ def whole_mask(site: Site, in_words: Callable[[int], str], rate: float = 0.0) ->
     cost = "×".join(map(str, shape))
     if all(isinstance(d, int) for d in shape):
         count = math.prod(shape)
-        cost += f", {in_words(count)}"
+        cost += f", {size_text(count)}"
         cost += f", {time_text(1e6 * count / rate)} or more," if rate else ""
     return (
         f"a mask of {cost} is read in each pass; segments that are compared, lengths "

@@ -30,7 +30,6 @@ from rewriter.reports.rows import (
     miss_lines,
     row_text,
     site_lines,
-    size,
     widths_of,
 )
 from rewriter.rewrite.passes.aligned_products import Aligned
@@ -38,6 +37,7 @@ from rewriter.rewrite.passes.checkpoint_savings import Saved
 from rewriter.rewrite.passes.flops import SITES
 from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.plan import Site
+from rewriter.support.sizes import size_text
 from rewriter.support.verdict import Reason
 
 ASCII = str.maketrans({
@@ -317,7 +317,7 @@ def _beside_sites(report: Report, widths: tuple[int, ...]) -> Iterator[str]:
 
 def _kept_row(same: Sequence[Saved]) -> tuple[str, str, str, str]:
     flops, count = sum(k.flops for k in same), sum(k.turns for k in same)
-    memory = size(sum(k.bytes for k in same))
+    memory = size_text(sum(k.bytes for k in same))
     text = f"kept for gradients in {memory}: {flops / 1e12:.3g} TFLOP less"
     return same[0].what, f"×{count}", same[0].where, text
 
@@ -327,8 +327,8 @@ def _offer(offered: Sequence[Saved]) -> str:
     best = max(offered, key=lambda k: k.flops / k.bytes)
     first = sum(k.bytes for k in offered if k.what == best.what)
     text = f"checkpoints compute {flops / 1e12:.3g} TFLOP again; checkpoint_memory "
-    text += f"keeps all of it in {size(memory)}"
-    return text + (f", {best.what} in {size(first)}" if first < memory else "")
+    text += f"keeps all of it in {size_text(memory)}"
+    return text + (f", {best.what} in {size_text(first)}" if first < memory else "")
 
 
 def _aligned_lines(
@@ -345,7 +345,8 @@ def _aligned_lines(
 
 def _stacks_lines(stacks: Stacks, widths: tuple[int, ...]) -> Iterator[str]:
     head = "residuals", f"×{stacks.turns} in scan", stacks.where
-    now = f"{size(stacks.after)} stacked for gradients, not {size(stacks.before)}"
+    after, before = size_text(stacks.after), size_text(stacks.before)
+    now = f"{after} stacked for gradients, not {before}"
     yield row_text("✓", (*head, now), widths)
     yield f"     {stacks.again} values of a turn are computed again where they are read"
 

@@ -130,21 +130,6 @@ def miss_lines(
         yield f"   next: {miss.suggestion}"
 
 
-def size(count: int) -> str:
-    """Returns bytes in words.
-
-    Example:
-        >>> size(52_428_800)
-        '50 MiB'
-    """
-    value = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(value) < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} GiB"
-
-
 def _kernel(site: Site) -> str:
     if site.replaced or site.origin in MEASURED:
         form = f"{site.form} " if site.form else ""
@@ -175,14 +160,14 @@ def _details(site: Site, rate: float) -> Iterator[str]:
     facts = ["forward and backward"] * site.backward
     if site.again:
         facts.append(f"the forward runs again in {site.again}")
-    if text := costs_text(site.costs, site.replaced, size):
+    if text := costs_text(site.costs, site.replaced):
         yield text
     if site.sharding:
         yield f"on each device: {site.sharding}"
     facts += [*_telling(site.params), *structure(site)]
     if facts:
         yield "; ".join(facts)
-    if array := whole_mask(site, size, rate):
+    if array := whole_mask(site, rate):
         yield array
     if site.config and site.origin in MEASURED:
         yield f"config: {site.config}"

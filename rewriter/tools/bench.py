@@ -20,9 +20,10 @@ from rewriter.ops import device
 from rewriter.ops.cost import MODES as PASSES
 from rewriter.ops.cost import Cost
 from rewriter.program import trace
-from rewriter.reports.report import Report, size
+from rewriter.reports.report import Report
 from rewriter.run.optimize import optimize
 from rewriter.support.dtypes import is_float
+from rewriter.support.sizes import size_text
 from rewriter.tools import roofline
 
 if TYPE_CHECKING:
@@ -364,7 +365,8 @@ def _lines(row: Comparison, width: int) -> list[str]:
     if not row.faster:
         text += " slower"
     if before.temp_bytes is not None and after.temp_bytes is not None:
-        text += f"   temporary {size(before.temp_bytes)} → {size(after.temp_bytes)}"
+        memory = size_text(before.temp_bytes), size_text(after.temp_bytes)
+        text += f"   temporary {memory[0]} → {memory[1]}"
     lines = [text]
     if before.share is not None and after.share is not None:
         shares = f"{before.share:.0%} → {after.share:.0%}"

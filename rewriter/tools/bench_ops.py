@@ -52,8 +52,10 @@ def named_uses(op: str, name: str) -> tuple[Spec, ...]:
     """
     found = registry().op(op)
     try:
-        sets = importlib.import_module(f"{package_of(op)}.shapes").SHAPES[op]
+        sets = importlib.import_module(f"{package_of(op)}.shapes").SHAPES.get(op)
     except ModuleNotFoundError:  # an op of the user's
+        return ()
+    if sets is None:  # a form of an op that is not measured apart
         return ()
     if name not in sets:
         raise errors.ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from rewriter.hardware import timing
 from rewriter.ops import device
-from rewriter.reports.report import size
+from rewriter.support.sizes import size_text
 from rewriter.tools.bench import Timing, ms
 from rewriter.tools.roofline import Point, quantity, rate
 
@@ -120,7 +120,7 @@ def _lines(row: Row, width: int, first: Timing | None) -> list[str]:
     if t.cost:
         parts.append(_rates(t))
     if t.temp_bytes is not None:
-        parts.append(f"temporary {size(t.temp_bytes)}")
+        parts.append(f"temporary {size_text(t.temp_bytes)}")
     if row.error is not None:
         parts.append(f"error {row.error:.1g}")
     if t.method != timing.method():

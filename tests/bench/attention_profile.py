@@ -3,11 +3,13 @@
   python3 -m tests.bench.attention_profile [--cases "A;B"] [--json PATH]
 
 Runs the forward of cases of `tests.bench.hopper_attention` once under Nsight Compute
-(`ncu`), with its clocks left alone. Kept are the shares of the time in which the tensor
-cores, the unit of exponentials and the issue of instructions are busy; how many of the
-kernel's instructions in SASS are products of tensor cores (HGMMA) and accesses to
-spilled registers (LDL, STL); and what a warp waits for between two instructions, in
-cycles, the longest first.
+(`ncu`), with its clocks left alone. It writes:
+
+- The shares of the time in which the tensor cores, the unit of exponentials and the
+  issue of instructions are busy.
+- How many of the kernel's instructions in SASS are products of tensor cores (HGMMA),
+  and accesses to spilled registers (LDL, STL).
+- What a warp waits for between two instructions, in cycles, the longest first.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
   python3 -m tests.bench.cudnn [--json PATH]
 
-Times are wall-clock seconds of many calls in a row, divided by their number; memory
-is XLA's temporary memory; TF/s count 4·b·n·t·s·h operations, half of it if causal,
-and 3.5 times that with gradients.
+Times are wall-clock seconds of many calls in a row, divided by their number. Memory is
+XLA's temporary memory. TF/s count 4·b·n·t·s·h operations: half of it if causal, and 3.5
+times that with gradients.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
   python3 -m tests.bench.decoder_norms [--small] [--repeats N] [--json PATH]
 
 The decoder of `tests.bench.decoder` at 2 × 4096 tokens, loss and gradients, with its
-RMS norms and with layer norms in their place: all by XLA, our kernel for the gradients
-alone, and for both passes. Times are wall-clock medians, memory is XLA's temporary
-memory; on a GPU the device's time by CUPTI, too.
+RMS norms and with layer norms in their place. Norms are computed by XLA, by our kernel
+for the gradients alone, and by it for both passes. Times are wall-clock medians, memory
+is XLA's temporary memory. On a GPU there is the device's time by CUPTI, too.
 """
 
 from __future__ import annotations

@@ -101,9 +101,9 @@ CASES: dict[str, tuple[tuple[int, ...], Window, tuple[str, ...]]] = {
     "causal, 64 wide, 1023": ((8, 1023, 16, 16, 64), CAUSAL, ()),
     "full, 32 wide, 49": ((4096, 49, 6, 6, 32), NONE, ()),
 }  # fmt: skip
-"""(b, t, heads, heads of k, width, width of v if it is another), window and other
-operands, by name; "softcap" is a parameter, "key_bias" a bias of keys alone, "dbias"
-and "dalibi" are cotangents."""
+"""By name: sizes, the window, and other operands. Sizes are b, t, heads, heads of k,
+width, and the width of v if it is another. "softcap" is a parameter, and "key_bias" a
+bias of keys alone. "dbias" and "dalibi" are cotangents."""
 
 SOFTCAP = 50.0
 """That of Gemma 2."""
@@ -126,10 +126,9 @@ def beside(
 ) -> dict[str, jax.Array]:
     """Returns other operands by the op's names.
 
-    A bias of all pairs for each head, bfloat16, or of keys; a mask of keys, nine in ten
-    seen;
-    packed documents of 100 to 3000 tokens; slopes from 1/2 to 1/256; normal sinks;
-    prefixes of an eighth of the tokens to a half.
+    A bias is of all pairs for each head in bfloat16, or of keys. A mask of keys shows
+    nine in ten. Packed documents have 100 to 3000 tokens, and prefixes an eighth of the
+    tokens to a half. Slopes go from 1/2 to 1/256, and sinks are normal numbers.
     """
     b, t, n = shape[:3]
     made: dict[str, jax.Array] = {}

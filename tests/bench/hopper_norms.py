@@ -10,10 +10,11 @@ give all of that. TB/s count arrays of rows that are read or written once: 2, 3 
 Errors are those of the worst output against float64, in the Frobenius norm. "xla,
 hopper" has XLA's forward and our gradients.
 
-"sum", "sum gradients" and "sum both" are the same in a residual stream: the norm of
-x + addend, where the sum is a result too, and its gradients added to what comes back
-along that sum; 4, 4 and 8 arrays of rows. "apart" has our kernels and XLA's additions,
-and "rewritten" is XLA's program as `rewriter.optimize` leaves it with our kernels.
+"sum", "sum gradients" and "sum both" are the same in a residual stream: the norm of x +
+addend, where the sum is a result too. Its gradients are added to what comes back along
+that sum. They read and write 4, 4 and 8 arrays of rows. "apart" has our kernels and
+XLA's additions, and "rewritten" is XLA's program as `rewriter.optimize` leaves it with
+our kernels.
 """
 
 from __future__ import annotations

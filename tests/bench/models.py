@@ -4,11 +4,15 @@
 
 Hugging Face's flax models of their usual sizes, with drawn weights in bfloat16. A step
 is the loss, its gradients and an update by `optax.adamw`. Programs are compiled first,
-several at once, and timed afterwards, one by one. Figures are milliseconds of a call
-(median, several in a row), those of its kernels alone, XLA's temporary memory, seconds
-of tracing, lowering and compiling, the share of the chip's peak at 6 operations a
-weight and token (2 for inference), and the kernels that take most of the rewritten
-program's time. Needs flax, optax and transformers before 5.
+several at once, and timed afterwards, one by one. Figures are:
+
+- milliseconds of a call (median, several in a row), and those of its kernels alone
+- XLA's temporary memory
+- seconds of tracing, lowering and compiling
+- the share of the chip's peak, at 6 operations a weight and token, or 2 for inference
+- the kernels that take most of the rewritten program's time
+
+Needs flax, optax and transformers before 5.
 """
 
 from __future__ import annotations

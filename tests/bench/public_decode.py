@@ -3,8 +3,8 @@
   python3 -m tests.bench.public_decode [--small] [--repeats N] [--json PATH]
 
 `transformers.FlaxLlamaForCausalLM` of the size of `tests.bench.decoder` in bfloat16
-gives the next token of every sequence from the library's own cache of keys and values,
-of which a row is written and all that came before is read. Needs flax and transformers
+gives the next token of every sequence. It has the library's own cache of keys and
+values: it writes one row, and reads all that came before. Needs flax and transformers
 before 5.
 """
 

@@ -4,10 +4,10 @@
 
 `transformers.FlaxLlamaForCausalLM` of the size of `tests.bench.decoder` in bfloat16:
 16 layers written out one after the other, rotary positions, weights as the library
-draws them. Forward, gradient of a whole step, and the same with every layer in
-`flax.linen.remat`, which the library has no option for: it is put around its layers
-from outside, by `flax.linen.intercept_methods`; once more with memory to keep what
-those compute again. Needs flax and transformers before 5.
+draws them. It measures the forward, the gradient of a whole step, and the same with
+every layer in `flax.linen.remat`. The library has no option for that, so it is put
+around the layers from outside, by `flax.linen.intercept_methods`. A last run has memory
+to keep what those layers compute again. Needs flax and transformers before 5.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
   python3 -m tests.bench.public_experts [--small] [--repeats N] [--json PATH]
 
 `tunix.models.gemma4` as `ModelConfig.gemma4_26b_a4b` says, but with 6 of its 30 layers
-(5 with a window, 1 without) and 32768 tokens in the vocabulary, in bfloat16: each layer
-has attention, a dense unit, and 128 experts of 704 columns, of which a router picks 8
-for a token, on `jax.lax.ragged_dot`. Forward, and the gradient of a whole step. Needs
+(5 with a window, 1 without) and 32768 tokens in the vocabulary, in bfloat16. Each layer
+has attention, a dense unit, and 128 experts of 704 columns on `jax.lax.ragged_dot`. A
+router picks 8 of them for a token. Forward, and the gradient of a whole step. Needs
 google-tunix.
 """
 

@@ -2,12 +2,12 @@
 
     python3 -m tests.bench.rewrite_cost [--layers 48] [--json PATH]
 
-Measures an unrolled decoder of flax linen's modules, one written by hand (causal
-attention, RMS norms, SwiGLU), programs without sites, reports of attention with masks
-that are arrays, `jax.grad` around an optimized function, and dispatch with a tree of
-100 arrays. Seconds are of the processor, the least of several runs. Each run has a
-sequence length of its own, so that nothing is known of its shapes; ``again_s`` is for
-shapes that are known, and ``first_rewrite_s`` the first one in a process.
+Measures an unrolled decoder of flax linen's modules, and one written by hand (causal
+attention, RMS norms, SwiGLU). Then come programs without sites, reports of attention
+with masks that are arrays, `jax.grad` around an optimized function, and dispatch with a
+tree of 100 arrays. Seconds are of the processor, the least of several runs. Each run
+has a sequence length of its own, so that nothing is known of its shapes; ``again_s`` is
+for shapes that are known, and ``first_rewrite_s`` the first one in a process.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
       [--mesh DATA,MODEL ...] [--implementation OP=NAME ...] [--json PATH]
 
 The model of `tests.bench.public_decoder` with AdamW, on every mesh of data × model
-axes that the devices here allow, and on one of them alone: rows of the batch are split
-over "data", heads and hidden columns over "model" as Megatron splits them
+axes that the devices here allow, and on one of them alone. Rows of the batch are split
+over "data". Heads and hidden columns are split over "model", as Megatron does
 (arXiv:1909.08053). Each device has two rows of 4096 tokens for every part of "data".
 Times are wall-clock medians of whole steps, memory is XLA's temporary memory of each
 device, and collectives are those of the compiled programs. Needs flax, optax and

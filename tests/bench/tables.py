@@ -28,10 +28,10 @@ from rewriter.measure.sources import shipped
 from rewriter.ops.device import KNOWN
 from rewriter.ops.registry import package_of, registry
 from rewriter.ops.tpu import generation
-from rewriter.reports.report import size
 from rewriter.run.pipeline import PASSES
 from rewriter.site.implementation import XLA
 from rewriter.support.assumptions import ASSUMPTIONS
+from rewriter.support.sizes import size_text
 from rewriter.tools import demo
 from tests.bench import hopper_table, record
 from tests.bench import tpu_attention_cycles as attention
@@ -91,8 +91,8 @@ def gains() -> str:
         old, new = row["written"], row["rewritten"]
         rows.append((
             data["device"].removeprefix("NVIDIA "), what, _or_failed(old),
-            _or_failed(new), f"{row['faster']:.1f}×", size(old["bytes"]),
-            size(new["bytes"]),
+            _or_failed(new), f"{row['faster']:.1f}×", size_text(old["bytes"]),
+            size_text(new["bytes"]),
         ))  # fmt: skip
     data = json.loads(record.named("models_h100").read_text())
     on = f"{data['device']}, jax {data['jax']}"
@@ -108,7 +108,7 @@ def gains() -> str:
 def _model_figures(row: dict) -> tuple[str, ...]:
     """Times, gain and memory of a pass of a public model."""
     old, new = row["written"], row["rewritten"]
-    memory = [size(x["temporary_bytes"]) for x in (old, new)]
+    memory = [size_text(x["temporary_bytes"]) for x in (old, new)]
     return *(f"{x['ms']:.3g} ms" for x in (old, new)), f"{row['faster']:.1f}×", *memory
 
 
@@ -286,7 +286,7 @@ def _passes(data: dict) -> str:
         rows.append((
             f"{b} × {t - 1}", row["what"], _or_failed(old), _or_failed(new),
             *([_or_failed(row["by_hand"])] if by_hand else []), gain,
-            size(old["bytes"]) if "bytes" in old else "", size(new["bytes"]),
+            size_text(old["bytes"]) if "bytes" in old else "", size_text(new["bytes"]),
         ))  # fmt: skip
     head = (
         "batch", "pass", "original", "rewritten",
@@ -393,7 +393,7 @@ def sharded() -> str:
             row["mesh"] + ", keys in a ring" * row["ring"],
             _split_over(row["specs"][0]),
             *(_moved(row[x]) for x in ("original", "rewritten")),
-            *(size(row[x]) for x in ("memory_before", "memory_after")),
+            *(size_text(row[x]) for x in ("memory_before", "memory_after")),
         )
         for row in data["lines"]
         if (row["program"], row["pass"]) == ("decoder", "train step")
@@ -427,8 +427,8 @@ def sharded_decoder() -> str:
         parts, b = row["data, model"], row["batch_and_tokens"][0]
         rows.append((
             f"{parts[0]} data × {parts[1]} model", b, _or_failed(old), _or_failed(new),
-            f"{old['ms'] / new['ms']:.1f}×", *(size(x["bytes"]) for x in (old, new)),
-            *(_moved(x["collectives"]) for x in (old, new)),
+            f"{old['ms'] / new['ms']:.1f}×", size_text(old["bytes"]),
+            size_text(new["bytes"]), *(_moved(x["collectives"]) for x in (old, new)),
         ))  # fmt: skip
     head = ("mesh", "rows of 4096", "original", "rewritten", "gain",
             "memory per GPU", "after", "moved", "after")  # fmt: skip
@@ -444,7 +444,7 @@ def _split_over(specs: dict) -> str:
 
 def _moved(collectives: dict) -> str:
     """Bytes of all collectives, by kind."""
-    return ", ".join(f"{size(n)} {kind}" for kind, (_, n) in collectives.items())
+    return ", ".join(f"{size_text(n)} {kind}" for kind, (_, n) in collectives.items())
 
 
 def tpu_attention() -> str:
@@ -634,7 +634,7 @@ def _ms(timing: dict) -> str:
 
 def _memory(timing: dict) -> str:
     count = timing["temp_bytes"]
-    return "unknown" if count is None else size(count)
+    return "unknown" if count is None else size_text(count)
 
 
 def _table(head: tuple, rows: list) -> str:

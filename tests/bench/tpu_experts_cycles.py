@@ -2,12 +2,13 @@
 
   python3 -m tests.bench.tpu_experts_cycles [--json PATH] [--seconds 300]
 
-bfloat16, four groups of equally many rows, in tiles of 512 rows. The simulator takes
-what is read from memory for scalars as 0, and the kernels read the table of their steps
-there: they are simulated with steps that are calculated instead, of tiles that are all
-one group's. "unit" is both branches and their product in one pass, "dot" one ragged dot
-of ours, and "joined" what XLA makes of two of them, silu(gate) * up, of which the
-simulator does not see that it waits for memory. XLA's own ragged dot it does not take.
+bfloat16, four groups of equally many rows, in tiles of 512 rows. The kernels read the
+table of their steps from memory for scalars, which the simulator takes as 0. So they
+are simulated with steps that are calculated, of tiles that are all one group's.
+
+"unit" is both branches and their product in one pass, and "dot" one ragged dot of ours.
+"joined" is what XLA makes of two of them, silu(gate) * up. The simulator does not see
+that it waits for memory. It does not take XLA's own ragged dot.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which uses of ragged dots, gated linear units and norms compile for TPUs, and agree.
 
 ``python3 -m tests.bench.tpu_others`` fills a table for the installed jax, and goes on
-where it was stopped: each use with its gradients, compiled for every generation with
-the config of the rule of thumb, and compared with float64 in the interpreter.
+where it was stopped. Each use is compiled with its gradients for every generation, with
+the config of the rule of thumb. It is compared with float64 in the interpreter.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 For each shape: the program as XLA has it, a scan over checkpointed rows by hand, our
 kernel with several configs, and what `optimize` makes of the program. Figures are
-milliseconds of a call (median, by the wall clock, with the device waited for), XLA's
-temporary memory, the distance of the gradients from those as written, and the kernels
-that take most time. The parts of it are timed by themselves: products with aligned and
-unaligned classes, and log-sum-exps in two passes or one.
+milliseconds of a call (median, by the wall clock, with the device waited for) and XLA's
+temporary memory. The others are the distance of the gradients from those as written,
+and the kernels that take most time. The parts of it are timed by themselves: products
+with aligned and unaligned classes, and log-sum-exps in two passes or one.
 """
 
 from __future__ import annotations

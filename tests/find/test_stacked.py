@@ -12,13 +12,14 @@ import pytest
 import rewriter
 from rewriter.find.stacked import layers
 from rewriter.program.graph import Graph
-from tests.gradients.test_gradients import FORCED, equal, normal
+from tests.gradients.test_gradients import FORCED, equal
+from tests.support.arrays import normal
 
 D, F, T, LAYERS = 16, 32, 8, 3
 WEIGHTS = {
-    "gate": normal(LAYERS, D, F) * 0.1,
-    "up": normal(LAYERS, D, F, seed=1) * 0.1,
-    "down": normal(LAYERS, F, D, seed=2) * 0.1,
+    "gate": normal(LAYERS, D, F, size=0.1),
+    "up": normal(LAYERS, D, F, seed=1, size=0.1),
+    "down": normal(LAYERS, F, D, seed=2, size=0.1),
 }
 X = normal(2, T, D, seed=3)
 

@@ -408,7 +408,7 @@ def test_checkify_sees_inside_of_sites(name: str, transform: str) -> None:
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
         out,
-        TRANSFORMS[transform](block)(params, x),
+        jax.jit(TRANSFORMS[transform](block))(params, x),
     )
     error, _ = checked(params, x.at[0].set(jnp.nan))
     assert (error.get() is None) == (wanted is None)

@@ -14,7 +14,8 @@ from rewriter.gradients.addends import read_as_a_sum, returned, terms
 from rewriter.program.graph import Graph
 from tests import slow
 from tests.find.test_stacked import in_float64
-from tests.gradients.test_gradients import FORCED, equal, normal, scanned, unrolled
+from tests.gradients.test_gradients import FORCED, equal, scanned, unrolled
+from tests.support.arrays import normal
 
 pytestmark = pytest.mark.once
 
@@ -24,7 +25,7 @@ D, F, T, LAYERS = 16, 32, 8, 3
 def weights(seed: int) -> dict[str, jax.Array]:
     shapes = {"gate": (D, F), "up": (D, F), "down": (F, D)}
     return {
-        name: normal(*shape, seed=9 * seed + i) * 0.1
+        name: normal(*shape, seed=9 * seed + i, size=0.1)
         for i, (name, shape) in enumerate(shapes.items())
     }
 

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import rewriter
-from tests.gradients.test_gradients import FORCED, equal, normal
+from tests.gradients.test_gradients import FORCED, equal
+from tests.support.arrays import normal
 
 pytestmark = pytest.mark.once
 

@@ -10,7 +10,8 @@ import pytest
 
 import rewriter
 from tests.gradients.test_addends import same_in_float64
-from tests.gradients.test_gradients import FORCED, equal, normal
+from tests.gradients.test_gradients import FORCED, equal
+from tests.support.arrays import normal
 
 pytestmark = pytest.mark.once
 

@@ -13,16 +13,17 @@ import pytest
 import rewriter
 from rewriter.find.stacked import pieces
 from rewriter.program.graph import Graph
-from tests.gradients.test_gradients import FORCED, equal, normal
+from tests.gradients.test_gradients import FORCED, equal
+from tests.support.arrays import normal
 
 pytestmark = pytest.mark.once
 
 T, D, H, N, F = 12, 32, 8, 4, 24
 CUTS = np.cumsum([N * H, H, H, F])
 X = normal(2, T, D)
-WIDE = normal(D, N * H + 2 * H + 2 * F, seed=1) * 0.1
-OUT = normal(N * H, D, seed=2) * 0.1
-DOWN = normal(F, D, seed=3) * 0.1
+WIDE = normal(D, N * H + 2 * H + 2 * F, seed=1, size=0.1)
+OUT = normal(N * H, D, seed=2, size=0.1)
+DOWN = normal(F, D, seed=3, size=0.1)
 TABLE = normal(N, 2 * T, 2 * T, seed=4)
 
 

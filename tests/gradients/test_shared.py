@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import rewriter
-from tests.gradients.test_gradients import FORCED, equal, normal
+from tests.gradients.test_gradients import FORCED, equal
+from tests.support.arrays import normal
 
 pytestmark = pytest.mark.once
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import rewriter
 from rewriter.measure import cache, isolate
@@ -16,6 +17,8 @@ from rewriter.ops.kernel import spec_of
 from rewriter.ops.registry import registry
 from rewriter.site.implementation import Implementation
 from tests.support import crashing
+
+pytestmark = pytest.mark.once
 
 X, W = jnp.ones((64, 32)) * 0.01, jnp.ones((32, 48)) * 0.1
 

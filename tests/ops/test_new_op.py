@@ -56,9 +56,15 @@ np.testing.assert_allclose(rewriter.load("capped.bin").call(x), capped(x), rtol=
 '''
 
 
+def recipe(title: str) -> list[tuple[str, str]]:
+    """The files of a recipe: names and texts."""
+    _, _, after = (ROOT / "CONTRIBUTING.md").read_text().partition(f"\n## {title}\n")
+    return FILE.findall(after.partition("\n## ")[0])
+
+
 def added(tree: pathlib.Path) -> list[str]:
     """Adds the files of the recipe to a package; returns their names."""
-    blocks = FILE.findall((ROOT / "CONTRIBUTING.md").read_text())
+    blocks = recipe("A new op")
     for name, text in blocks:
         path = tree / name
         if path.name == "index.py":
@@ -99,6 +105,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return here
 
 
+@pytest.mark.once
 def test_the_files_of_the_recipe_are_all_that_an_op_needs(
     package: pathlib.Path,
 ) -> None:
@@ -124,3 +131,35 @@ def test_the_files_of_the_recipe_are_in_our_style(package: pathlib.Path) -> None
         cwd=package / "rewriter", text=True, capture_output=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout
+
+
+# ------------------------------------------------------------------ a new spelling
+SPELLING = """
+from tests.spellings import check
+from tests.spellings.corpus import BY_NAME
+
+(found,) = (s for name, s in BY_NAME.items() if "cube_root" in name)
+assert not check.wrong(found), check.wrong(found)
+"""
+
+
+@pytest.mark.once
+def test_a_case_and_a_rule_are_all_that_a_spelling_needs(
+    tmp_path: pathlib.Path,
+) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "bench", "results")
+    for folder in ("rewriter", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+
+    def outcome() -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+        return subprocess.run(
+            [sys.executable, "-c", SPELLING], cwd=tmp_path, env=env, text=True,
+            capture_output=True, check=False,
+        )  # fmt: skip
+
+    for name, text in recipe("A new spelling"):
+        path = tmp_path / name
+        path.write_text(path.read_text() + text)
+        ended = outcome()  # the case alone is missed; with the rule it is found
+        assert (ended.returncode == 0) == (name.startswith("rewriter")), ended.stderr

@@ -15,16 +15,11 @@ import numpy as np
 import pytest
 
 import rewriter
+from tests.support.arrays import normal
 
 pytestmark = pytest.mark.once
 
 T, H = 16, 8
-
-
-def normal(*shape: int, seed: int = 0) -> jax.Array:
-    """Of NumPy: JAX would compile a program for each shape, at import."""
-    draw = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return jnp.asarray(draw)
 
 
 def attend(scores: jax.Array, v: jax.Array) -> jax.Array:
@@ -35,24 +30,28 @@ def dots(q: jax.Array, k: jax.Array) -> jax.Array:
     return jnp.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
 
 
-def heads(count: int) -> list[jax.Array]:
-    return [normal(2, T, 4, H, seed=i) for i in range(count)]
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.asarray(normal(*shape, seed=seed))
 
 
-LENGTHS = jnp.array([16, 8], jnp.int32)
-PADDING = jnp.arange(T)[None] < LENGTHS[:, None]
+def heads(count: int) -> list[np.ndarray]:
+    return [drawn(2, T, 4, H, seed=i) for i in range(count)]
+
+
+LENGTHS = jax.device_put(np.array([16, 8], np.int32))
+PADDING = np.arange(T)[None] < np.array([[16], [8]])
 CASES: dict[str, tuple[Callable[..., Any], list[jax.Array], dict[str, int]]] = {}
 
 
-def case(args: list[jax.Array], **counts: int):
+def case(args: list[Any], **counts: int):
     def register(fn):
-        CASES[fn.__name__] = fn, args, counts
+        CASES[fn.__name__] = fn, [jax.device_put(np.asarray(a)) for a in args], counts
         return fn
 
     return register
 
 
-@case([*heads(3), normal(2, T, 4, 5, 3), normal(2, T, 4, 5, 3, seed=1), normal(4)],
+@case([*heads(3), drawn(2, T, 4, 5, 3), drawn(2, T, 4, 5, 3, seed=1), drawn(4)],
       attention=1)  # fmt: skip
 def distances_of_points(q, k, v, of_q, of_k, weight):
     """Invariant point attention: learned weights of distances are softplus."""
@@ -61,7 +60,7 @@ def distances_of_points(q, k, v, of_q, of_k, weight):
     return attend(dots(q, k) + added, v)
 
 
-@case([*heads(3), PADDING.astype(jnp.int32)], attention=1)
+@case([*heads(3), PADDING.astype(np.int32)], attention=1)
 def padding_and_window_both_added(q, k, v, pad):
     """Rows whose window is padding weigh all keys that one of the masks leaves."""
     i = jnp.arange(T)
@@ -85,7 +84,7 @@ def padding_or_diagonal(q, k, v, pad):
     return attend(dots(q, k) + mask * -3e4, v)
 
 
-INFINITE = jnp.where(jnp.arange(T) < 12, 0.0, -jnp.inf)
+INFINITE = np.where(np.arange(T) < 12, 0.0, -np.inf).astype(np.float32)
 
 
 @case(heads(3), attention=1)
@@ -128,14 +127,14 @@ def small_fill_added_under_a_larger_one(q, k, v, pad):
     return attend(jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e30), v)
 
 
-@case([*heads(3), jnp.arange(T) < 2], attention=0)
+@case([*heads(3), np.arange(T) < 2], attention=0)
 def infinite_bias_under_a_finite_fill(q, k, v, pad):
     """Rows that see only padding weigh what the causal mask hides: no kernel does."""
     s = dots(q, k) + jnp.where(pad, -jnp.inf, 0.0)
     return attend(jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e30), v)
 
 
-DROPPED = jax.random.bernoulli(jax.random.key(3), 0.9, (2, 4, T, T))
+DROPPED = np.random.default_rng(3).random((2, 4, T, T)) < 0.9
 
 
 @case([*heads(3), DROPPED], attention=1)
@@ -153,7 +152,7 @@ def dropout_selected_of_rows_without_keys(q, k, v, keep):
     return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, w / 0.9, 0), v)
 
 
-@case([*heads(3), normal(4), jnp.arange(2 * T).reshape(2, T) % 3], attention=1)
+@case([*heads(3), drawn(4), np.arange(2 * T).reshape(2, T) % 3], attention=1)
 def sinks_with_rows_masked(q, k, v, sinks, segments):
     seen = (segments != 0)[:, None, :, None] & (segments != 0)[:, None, None]
     s = jnp.where(seen, dots(q, k), -1e30)
@@ -162,7 +161,7 @@ def sinks_with_rows_masked(q, k, v, sinks, segments):
     return jnp.einsum("bnts,bsnh->btnh", w, v)
 
 
-@case([normal(2, 4, 1, H), *[normal(2, 2, T, H, seed=i) for i in (1, 2)], normal(4)],
+@case([drawn(2, 4, 1, H), *[drawn(2, 2, T, H, seed=i) for i in (1, 2)], drawn(4)],
       attention=1)  # fmt: skip
 def sinks_of_groups_with_one_query(q, k, v, sinks):
     s = jnp.einsum("bkgth,bksh->bkgts", q.reshape(2, 2, 2, 1, H), k)
@@ -171,22 +170,22 @@ def sinks_of_groups_with_one_query(q, k, v, sinks):
     return jnp.einsum("bkgts,bksh->bkgth", w.reshape(2, 2, 2, 1, T), v)
 
 
-@case([*heads(3), *[jnp.arange(T) % n != 1 for n in (3, 5, 7, 11, 13)]], attention=1)
+@case([*heads(3), *[np.arange(T) % n != 1 for n in (3, 5, 7, 11, 13)]], attention=1)
 def mask_of_five_conditions(q, k, v, *conditions):
     a, b, c, d, e = conditions
     return attend(jnp.where(a & b & c & d & e, dots(q, k), -jnp.inf), v)
 
 
-@case([heads(1)[0], (50 * normal(2, T, 4, H)).astype(jnp.int8), normal(2, T, 4) / 50,
+@case([heads(1)[0], (50 * drawn(2, T, 4, H)).astype(np.int8), drawn(2, T, 4) / 50,
        heads(1)[0]], attention=1)  # fmt: skip
 def integer_keys_with_scales_on_the_scores(q, k, scales, v):
     s = jnp.einsum("btnh,bsnh->bnts", q, k) * scales.transpose(0, 2, 1)[:, :, None]
     return attend(s, v)
 
 
-GROUPS = [normal(2, T, 2, 2, H), *[normal(2, T, 2, H, seed=i) for i in (1, 2)]]
-SEEN = jax.random.bernoulli(jax.random.key(4), 0.2, (2, 2, 2, T, T))
-EACH = SEEN & (jnp.arange(T)[:, None] != 3)  # row 3 sees no key
+GROUPS = [drawn(2, T, 2, 2, H), *[drawn(2, T, 2, H, seed=i) for i in (1, 2)]]
+SEEN = np.random.default_rng(4).random((2, 2, 2, T, T)) < 0.2
+EACH = SEEN & (np.arange(T)[:, None] != 3)  # row 3 sees no key
 
 
 def attend_in_groups(q, k, v, mask):
@@ -210,7 +209,7 @@ def mask_read_at_both_digits_of_heads(q, k, v, mask):
     return attend_in_groups(q, k, v, mask[:, None] & mask[:, :, None])
 
 
-@case([*heads(3), jnp.int32(4)], attention=1)
+@case([*heads(3), np.int32(4)], attention=1)
 def causal_window_of_traced_width(q, k, v, width):
     i = jnp.arange(T)
     seen = (i[:, None] >= i) & (i[:, None] - i < width)
@@ -221,28 +220,28 @@ def bare_norm(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
-@case([normal(2, T, H), jnp.arange(T)], rms_norm=1)
+@case([drawn(2, T, H), np.arange(T)], rms_norm=1)
 def norm_of_queries_that_grow_with_their_positions(x, position):
     return bare_norm(x) * (1 + jnp.log(jnp.floor(position / 4) + 1))[:, None]
 
 
-@case([normal(2, T, H), normal(T)], rms_norm=0)
+@case([drawn(2, T, H), drawn(T)], rms_norm=0)
 def norm_with_a_scale_of_each_position(x, scale):
     return bare_norm(x) * scale[:, None]
 
 
-@case([normal(2, T, H)], rms_norm=1)
+@case([drawn(2, T, H)], rms_norm=1)
 def norm_of_queries_over_the_root_of_their_width(x):
     """All of it is an L2 norm too; what is scaled is not."""
     return bare_norm(x) * H**-0.5
 
 
-@case([*heads(3), normal(T) ** 2], attention=1)
+@case([*heads(3), drawn(T) ** 2], attention=1)
 def mask_of_numbers_times_a_large_one(q, k, v, m):
     return attend(dots(q, k) + m * -1e4, v)
 
 
-@case([*heads(3), normal(4)], attention=1)
+@case([*heads(3), drawn(4)], attention=1)
 def scores_times_a_sum(q, k, v, temperature):
     return attend(dots(q, k) * (1 + temperature)[:, None, None], v)
 
@@ -297,20 +296,20 @@ def mean_of_masked_scores_subtracted(q, k, v, pad):
     return attend(s - s.mean(-1, keepdims=True), v)
 
 
-@case([normal(T, T, H), normal(H, 2), normal(5, T, 2, H)], attention=0)
+@case([drawn(T, T, H), drawn(H, 2), drawn(5, T, 2, H)], attention=0)
 def pair_weighted_average(pair, w, v):
     """Keys of its own for every query: as attention, all values would be repeated."""
     weights = jax.nn.softmax((pair @ w).transpose(2, 0, 1))
     return jnp.einsum("hqk,bkhc->bqhc", weights, v)
 
 
-@case([normal(2, T, 32), normal(32, 12), normal(2, 6, T, 2, H)], attention=0)
+@case([drawn(2, T, 32), drawn(32, 12), drawn(2, 6, T, 2, H)], attention=0)
 def deformable_attention(x, w, samples):
     a = jax.nn.softmax((x @ w).reshape(2, T, 2, 6))
     return jnp.einsum("bqhp,bpqhe->bqhe", a, samples)
 
 
-@case([normal(T, H), normal(3, H, 12), normal(3, H, 12, seed=1)], gated_linear_unit=0)
+@case([drawn(T, H), drawn(3, H, 12), drawn(3, H, 12, seed=1)], gated_linear_unit=0)
 def gates_of_all_experts(x, w, u):
     gate = jnp.einsum("td,edf->tef", x, w)
     return jax.nn.silu(gate) * jnp.einsum("td,edf->tef", x, u)
@@ -332,7 +331,7 @@ def relative_by_shift(q, k, v, r):
 
 
 @case(
-    [*heads(3), normal(2 * T, 4, H), normal(4, H, seed=5), normal(4, H, seed=6)],
+    [*heads(3), drawn(2 * T, 4, H), drawn(4, H, seed=5), drawn(4, H, seed=6)],
     attention=1,
 )
 def relative_by_reshape(q, k, v, r, u, w):
@@ -343,7 +342,7 @@ def relative_by_reshape(q, k, v, r, u, w):
 
 
 @case(
-    [*heads(3), normal(2, 4, H), normal(4, H, seed=5), normal(2, T, T, seed=7)],
+    [*heads(3), drawn(2, 4, H), drawn(4, H, seed=5), drawn(2, T, T, seed=7)],
     attention=1,
 )
 def relative_segments(q, k, v, segments, w, same):
@@ -353,7 +352,7 @@ def relative_segments(q, k, v, segments, w, same):
     return attend(dots(q, k) + picked, v)
 
 
-@case([*heads(3), normal(2 * T - 1, 4, H), normal(T, T, seed=9)], attention=1)
+@case([*heads(3), drawn(2 * T - 1, 4, H), drawn(T, T, seed=9)], attention=1)
 def relative_by_shift_then_selected(q, k, v, r, m):
     """Praxis's XL attention: shifted scores inside of a selecting mask."""
     y = jnp.einsum("btnh,lnh->bntl", q, r).reshape(2, 4, T * (2 * T - 1))
@@ -362,14 +361,14 @@ def relative_by_shift_then_selected(q, k, v, r, m):
     return attend(jnp.where(m > 0, dots(q, k) + y, -1e30), v)
 
 
-@case([normal(2, T, 32), normal(32, 4), normal(2, T, 4, seed=1)], attention=0)
+@case([drawn(2, T, 32), drawn(32, 4), drawn(2, T, 4, seed=1)], attention=0)
 def router(x, w, chosen):
     """The gate of the chosen expert: all rows share the keys and not the values."""
     return jnp.einsum("bte,bte->bt", jax.nn.softmax(x @ w, -1), chosen)
 
 
 @case(
-    [normal(2, T, 32), normal(32, 4), normal(4, 32, 64), normal(4, 64, 32)],
+    [drawn(2, T, 32), drawn(32, 4), drawn(4, 32, 64), drawn(4, 64, 32)],
     attention=0,
 )
 def dense_experts(x, w_router, w_in, w_out):
@@ -384,7 +383,7 @@ def windows(x: jax.Array) -> jax.Array:
     return x.reshape(-1, 16, c)
 
 
-@case([normal(2, 16, 16, 16), normal(16, 48), normal(2, 16, 16)], attention=1)
+@case([drawn(2, 16, 16, 16), drawn(16, 48), drawn(2, 16, 16)], attention=1)
 def shifted_windows(x, u, position):
     """Swin: the mask of -100 is added to scores that are reshaped by window."""
     qkv = windows(jnp.roll(x, (-2, -2), (1, 2))) @ u
@@ -404,7 +403,7 @@ def moments(x: jax.Array) -> jax.Array:
 
 
 @case(
-    [normal(2, 24, 32), *(normal(32, seed=i) for i in range(4))],
+    [drawn(2, 24, 32), *(drawn(32, seed=i) for i in range(4))],
     layer_norm=2,
 )
 def two_norms_of_one_value(x, a, b, c, d):
@@ -412,62 +411,62 @@ def two_norms_of_one_value(x, a, b, c, d):
     return jnp.tanh(moments(x) * a + b), jnp.sin(moments(x) * c + d)
 
 
-@case([normal(2, 24, 32), normal(32, seed=1), normal(32, seed=2)], layer_norm=1)
+@case([drawn(2, 24, 32), drawn(32, seed=1), drawn(32, seed=2)], layer_norm=1)
 def norm_before_gelu(x, scale, bias):
     """Read twice, once divided by a root: one norm, and not its multiple."""
     return jax.nn.gelu(moments(x) * scale + bias, approximate=False)
 
 
-@case([normal(2, 24, 4, 8), normal(8, seed=1), normal(24, 4, seed=2)], rms_norm=1)
+@case([drawn(2, 24, 4, 8), drawn(8, seed=1), drawn(24, 4, seed=2)], rms_norm=1)
 def norm_before_repeated_rotary(x, scale, cos):
     y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
     return y * jnp.repeat(cos, 2, -1)[None, :, None]
 
 
-@case([normal(2, 64, 16), normal(16), normal(16, seed=1), normal(2, 8, 8, 16)],
+@case([drawn(2, 64, 16), drawn(16), drawn(16, seed=1), drawn(2, 8, 8, 16)],
       layer_norm=1)  # fmt: skip
 def norm_before_reshaped_residual(x, scale, bias, z):
     return moments(x) * scale + bias + jnp.tanh(z).reshape(2, 64, 16)
 
 
-@case([normal(2, 61, 32), normal(32), normal(32, seed=1)], layer_norm=0)
+@case([drawn(2, 61, 32), drawn(32), drawn(32, seed=1)], layer_norm=0)
 def group_norm_of_one_group(x, scale, bias):
     centred = x - x.mean((1, 2), keepdims=True)
     y = centred * jax.lax.rsqrt(x.var((1, 2), keepdims=True) + 1e-6)
     return y * scale + bias
 
 
-@case([normal(16, 24), normal(24, seed=1)], rms_norm=0)
+@case([drawn(16, 24), drawn(24, seed=1)], rms_norm=0)
 def weight_norm(v, g):
     """A direction of length one, times a length: no mean, so no RMS norm."""
     return v * jax.lax.rsqrt(jnp.sum(v * v, -1, keepdims=True)) * g
 
 
-SIZES = jnp.array([5, 9, 0, 10], jnp.int32)
+SIZES = np.array([5, 9, 0, 10], np.int32)
 
 
-@case([normal(24, 16), normal(4, 12, 16), SIZES], ragged_dot=1)
+@case([drawn(24, 16), drawn(4, 12, 16), SIZES], ragged_dot=1)
 def ragged_weights_transposed(x, w, n):
     return jax.lax.ragged_dot(x, w.swapaxes(1, 2), n)
 
 
-@case([normal(2, 12, 16), normal(4, 16, 12), SIZES], ragged_dot=1)
+@case([drawn(2, 12, 16), drawn(4, 16, 12), SIZES], ragged_dot=1)
 def ragged_tokens_flattened(x, w, n):
     return jax.lax.ragged_dot(x.reshape(24, 16), w, n)
 
 
-@case([normal(24, 16), normal(4, 2, 8, 16), SIZES], ragged_dot=1)
+@case([drawn(24, 16), drawn(4, 2, 8, 16), SIZES], ragged_dot=1)
 def ragged_weights_of_two_axes(x, w, n):
     w = jnp.transpose(w, (0, 3, 1, 2)).reshape(4, 16, 16)
     return jax.lax.ragged_dot(x, w, n)
 
 
-@case([normal(24, 16), normal(4, 16, 8), normal(4, 16, 8, seed=1), SIZES], ragged_dot=1)
+@case([drawn(24, 16), drawn(4, 16, 8), drawn(4, 16, 8, seed=1), SIZES], ragged_dot=1)
 def ragged_weights_interleaved(x, w, u, n):
     return jax.lax.ragged_dot(x, jnp.stack([w, u], -1).reshape(4, 16, 16), n)
 
 
-@case([normal(2, 24, 16), normal(16, 12), normal(16, 12, seed=1)],
+@case([drawn(2, 24, 16), drawn(16, 12), drawn(16, 12, seed=1)],
       gated_linear_unit=1)  # fmt: skip
 def gated_by_unstacking(x, w, u):
     gate, up = jnp.einsum("btk,zkf->zbtf", x, jnp.stack([w, u]))
@@ -482,7 +481,7 @@ def doubled(y: jax.Array) -> jax.Array:
 doubled.defjvp(lambda p, t: (doubled(p[0]), t[0]))
 
 
-@case([normal(2, 24, 4, 8), normal(8, seed=1)], rms_norm=1)
+@case([drawn(2, 24, 4, 8), drawn(8, seed=1)], rms_norm=1)
 def norm_before_a_rule_of_its_own(x, scale):
     """A multiple of the result, inside of a call that has its own derivative."""
     y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
@@ -490,9 +489,9 @@ def norm_before_a_rule_of_its_own(x, scale):
 
 
 PAIRS = [
-    normal(12, 12, 8),
-    (normal(12, 12, seed=3) > 0).astype(jnp.float32),
-    *(normal(8, 16, seed=i) for i in (1, 2)),
+    drawn(12, 12, 8),
+    (drawn(12, 12, seed=3) > 0).astype(np.float32),
+    *(drawn(8, 16, seed=i) for i in (1, 2)),
 ]
 
 
@@ -514,7 +513,7 @@ def gate_of_another_value(x, mask, w, u):
     return mask[..., None] * y * jax.nn.sigmoid(x @ u)
 
 
-@case([normal(2, 24, 32), normal(32, seed=1)], rms_norm=1)
+@case([drawn(2, 24, 32), drawn(32, seed=1)], rms_norm=1)
 def norm_of_scaled_value_under_remat(x, scale):
     """The scale of embeddings is outside of the first block, whose norm is inside."""
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import rewriter
-from tests.gradients.test_gradients import FORCED, equal, normal
+from tests.gradients.test_gradients import FORCED, equal
+from tests.support.arrays import normal
 
 B, T, N, H, E, LAYERS = 2, 6, 3, 4, 5, 2
 

@@ -12,7 +12,7 @@ import pytest
 import rewriter
 from rewriter.measure.costs import UNKNOWN, Costs, modelled_costs
 from rewriter.reports.costs import Total, costs_text, total
-from rewriter.reports.report import size
+from rewriter.support.sizes import size_text
 from tests.reports.test_report import REPORT, site
 from tests.support.programs import FORCED, rms_norm
 
@@ -60,7 +60,7 @@ def test_measurements_know_memory_too():
     assert (found.origin, costs.source) == ("shipped", "measured")
     assert costs.after_us < costs.before_us
     assert costs.after_bytes < costs.before_bytes
-    assert f"temporary memory {size(costs.before_bytes)} → " in str(report)
+    assert f"temporary memory {size_text(costs.before_bytes)} → " in str(report)
     assert report.costs().known == 1
 
 
@@ -141,4 +141,4 @@ def test_what_does_not_fit_has_no_time():
     ],
 )  # fmt: skip
 def test_words(costs, replaced, text):
-    assert costs_text(costs, replaced, size) == text
+    assert costs_text(costs, replaced) == text

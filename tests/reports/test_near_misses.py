@@ -196,7 +196,7 @@ NEAR = {
     "renormalised": ("attention", "computed from the scores", renormalised, Q, K, V),
     "all_experts": ("ragged_dot", "all 6 experts", all_experts, X, W, UP, DOWN),
     "capacity": ("ragged_dot", "one-hot contractions", capacity, X, W, UP, DOWN),
-    "over_queries": ("attention", "another axis than the keys", over_queries, Q, K, V),
+    "over_queries": ("attention", "summed along another", over_queries, Q, K, V),
     "root": ("rms_norm", "added to the root", root_plus_epsilon, X),
     "deviation": ("layer_norm", "added to the root", deviation_plus_epsilon, X),
     "larger": ("rms_norm", "and not their sum", larger_of_two, X),
@@ -269,3 +269,172 @@ def test_words_where_one_might_expect_a_site(name):
 def test_no_words_where_nothing_is_expected(name):
     fn, *args = NONE[name]
     assert not rewriter.explain(fn)(*args).look_alikes()
+
+
+# ------------------------------------------------------- what only looks like an op
+
+WEIGH = np.asarray([[1.0, 0.3], [0.2, 1.0]], "f4")
+LABELS = np.asarray([0, 3, 5, 1], "i4")
+
+
+def over_queries_too(q, k, v):
+    s = scores(q, k)
+    return weighted(jax.nn.softmax(s.reshape(2, 2, -1)).reshape(s.shape), v)
+
+
+def mixed_heads(q, k, v):
+    w = jax.nn.softmax(jnp.einsum("bnts,nm->bmts", scores(q, k), WEIGH))
+    return weighted(jnp.einsum("bnts,nm->bmts", w, WEIGH), v)
+
+
+def divided_again(q, k, v):
+    w = jax.nn.softmax(scores(q, k))
+    return weighted(w / w.sum(-2, keepdims=True), v)
+
+
+def root_of_the_mean(x):
+    root = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    return (x - x.mean(-1, keepdims=True)) * root
+
+
+def differential(q, k, v):
+    w = jax.nn.softmax(scores(q, k)) - 0.3 * jax.nn.softmax(scores(q + 1, k))
+    return weighted(w, v)
+
+
+REASONS = {
+    "over_heads": (
+        "attention", "summed along another",
+        lambda q, k, v: weighted(jax.nn.softmax(scores(q, k), 1), v), Q, K, V,
+    ),
+    "over_queries_too": (
+        "attention", "over more axes than the keys", over_queries_too, Q, K, V
+    ),
+    "squared": (
+        "attention", "raised to a power after the softmax",
+        lambda q, k, v: weighted(jax.nn.softmax(scores(q, k)) ** 2, v), Q, K, V,
+    ),
+    "mixed_heads": ("attention", "summed along another", mixed_heads, Q, K, V),
+    "divided_again": (
+        "attention", "divided by more than one sum", divided_again, Q, K, V
+    ),
+    "undivided": (
+        "attention", "not divided by a sum of weights",
+        lambda q, k, v: weighted(jnp.exp(scores(q, k)), v), Q, K, V,
+    ),
+    "differential": (
+        "attention", "a sum of a softmax and other weights", differential, Q, K, V
+    ),
+    "root_of_the_mean": (
+        "rms_norm", "not by its own deviation", root_of_the_mean, X
+    ),
+    "not_centred": (
+        "layer_norm", "its mean is not subtracted",
+        lambda x: x * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6), X,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_reason_is_what_the_program_does(name):
+    op, words, fn, *args = REASONS[name]
+    report = rewriter.explain(fn)(*args)
+    assert {m.op for m in report.misses} == {op}
+    assert all(words in m.reasons[0].text for m in report.misses)
+    assert not report.sites
+
+
+EXPECTED = {
+    "sigmoid": (
+        "attention", "sigmoid attention",
+        lambda q, k, v: weighted(jax.nn.sigmoid(scores(q, k) - 1.8), v), Q, K, V,
+    ),
+    "relu": (
+        "attention", "relu attention",
+        lambda q, k, v: weighted(jax.nn.relu(scores(q, k)) / 6, v), Q, K, V,
+    ),
+    "product_inside": (
+        "gated_linear_unit", "the product of both branches",
+        lambda x, w, u: jax.nn.silu((x @ w) * (x @ u)), X, W, U,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_words_for_what_takes_no_softmax_or_gates_nothing(name):
+    op, words, fn, *args = EXPECTED[name]
+    report = rewriter.explain(fn)(*args)
+    assert (report.misses, report.sites) == ((), ())
+    assert words in report.why_not(op)
+
+
+def sparse(q, k, v):
+    """Weights of a threshold that depends on all scores of the row."""
+    s = scores(q, k)
+    largest = jnp.sort(s)[..., ::-1]
+    sums = jnp.cumsum(largest, -1) - 1
+    count = (largest > sums / jnp.arange(1, 7)).sum(-1, keepdims=True)
+    least = jnp.take_along_axis(sums, count - 1, -1) / count
+    return weighted(jnp.maximum(s - least, 0), v)
+
+
+def highway(x, w):
+    gate = jax.nn.sigmoid(x @ w @ w.T)
+    return gate * jnp.tanh(x) + (1 - gate) * x
+
+
+def hinge(x, w):
+    z = x @ w
+    own = jnp.take_along_axis(z, LABELS[:, None], -1)
+    return jnp.maximum(z - own + 1, 0)
+
+
+SILENT = {
+    "sparse": (sparse, Q, K, V),
+    "highway": (highway, X, W),
+    "hinge": (hinge, X, W),
+    "maxout": (lambda x, w, u: jnp.maximum(x @ w, x @ u), X, W, U),
+    "summed": (lambda x, w, u: jax.nn.silu(x @ w) + x @ u, X, W, U),
+    "softmax_gate": (lambda x, w, u: jax.nn.softmax(x @ w) * (x @ u), X, W, U),
+    "self_gated": (lambda x, w: jax.nn.silu(x @ w) * (x @ w), X, W),
+    "split_input": (lambda x: jax.nn.sigmoid(x[:, :4]) * x[:, 4:], X),
+    "one_hot_of_largest": (
+        lambda q, k, v: weighted(jax.nn.one_hot(scores(q, k).argmax(-1), 6), v),
+        Q, K, V,
+    ),
+    "weights_alone": (lambda q, k: jax.nn.softmax(scores(q, k)), Q, K),
+    "by_the_median": (
+        lambda x: x / (jnp.median(jnp.abs(x), -1, keepdims=True) + 1e-6), X
+    ),
+    "by_the_largest": (lambda x: x / (jnp.abs(x).max(-1, keepdims=True) + 1e-6), X),
+    "by_the_sum": (lambda x: x / (jnp.abs(x).sum(-1, keepdims=True) + 1e-6), X),
+    "norm_of_another": (
+        lambda x, y: x * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6),
+        X, X[0],
+    ),
+    "dynamic_tanh": (lambda x: jnp.tanh(0.5 * x), X),
+    "contrastive": (lambda x: -jnp.diag(jax.nn.log_softmax(x @ x.T)).mean(), X),
+    "binary": (
+        lambda x, w: jnp.log1p(jnp.exp(-jnp.abs(x @ w))) + jnp.maximum(x @ w, 0), X, W
+    ),
+    "batched": (jnp.matmul, UP, DOWN),
+}  # fmt: skip
+
+
+def test_nothing_is_said_of_what_is_no_op_to_a_reader():
+    for name, (fn, *args) in SILENT.items():
+        report = rewriter.explain(fn)(*args)
+        found = *report.misses, *report.sites, *report.look_alikes()
+        assert not found, name
+        floats = tuple(range(len(args)))
+        gradient = jax.grad(lambda *a, fn=fn: fn(*a).sum(), floats)
+        assert not rewriter.explain(gradient)(*args).misses, name
+
+
+def test_a_group_norm_of_flax_is_named():
+    linen = pytest.importorskip("flax.linen")
+    norm = linen.GroupNorm(2)
+    scales = {"params": {"scale": np.ones(8, "f4"), "bias": np.ones(8, "f4")}}
+    image = np.ones((2, 3, 3, 8), "f4")
+    (miss,) = rewriter.explain(norm.apply)(scales, image).misses
+    assert "group norm" in miss.reasons[0].text

@@ -12,8 +12,9 @@ import rewriter
 from rewriter.find.match import NearMiss
 from rewriter.measure.costs import Costs
 from rewriter.reports.costs import Total
-from rewriter.reports.report import Report, size
+from rewriter.reports.report import Report
 from rewriter.rewrite.plan import Site
+from rewriter.support.sizes import size_text
 from rewriter.support.verdict import Reason
 from tests.support.programs import FORCED, block, inputs
 
@@ -205,7 +206,7 @@ def test_where_is_the_users_line():
     ("count", "text"), [(12, "12 B"), (2048, "2 KiB"), (3 << 30, "3 GiB")]
 )
 def test_size(count, text):
-    assert size(count) == text
+    assert size_text(count) == text
 
 
 def test_an_epsilon_beside_the_root_is_a_near_miss() -> None:

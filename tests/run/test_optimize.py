@@ -239,7 +239,7 @@ def test_nesting(name):
     args = inputs(tokens=6)
     transform = TRANSFORMS[name]
     got = transform(rewriter.optimize(block, implementation=FORCED))(*args)
-    close(got, transform(block)(*args), 1e-4)
+    close(got, jax.jit(transform(block))(*args), 1e-4)
 
 
 def test_effects_stay():
@@ -364,7 +364,9 @@ def test_a_transformed_function_is_taken_as_what_it_is(transformed, verify):
     want = transformed(f)(*args)
     assert [x.shape for x in again.jaxpr(*args).out_avals] == [want.shape]
     close(again(*args), want)
-    close(rewriter.export(about, platforms=("cpu",))(*args).call(*args), want)
+    if verify == "off":
+        artifact = rewriter.export(about, platforms=("cpu",))(*args)
+        close(artifact.call(*args), want)
 
 
 def test_an_error_inside_a_library_has_the_users_line():

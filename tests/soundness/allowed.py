@@ -1,8 +1,8 @@
 """Programs whose results a rewritten program may give instead of the original's.
 
-`docs/numerics.md` says what may differ: a sigmoid of exponentials that overflow stays a
-number, and a finite fill of a mask hides what it is chosen for or added to, however
-large the scores are. Gradients of a softmax that overflows are compared with those of
+`docs/numerics.md` says what may differ. A sigmoid of exponentials that overflow stays a
+number. A finite fill of a mask hides what it is chosen for or added to, however large
+the scores are. Gradients of a softmax that overflows are compared with those of
 one that does not.
 """
 

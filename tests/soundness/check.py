@@ -6,6 +6,7 @@ those that differ are compiled alone, to see what rounding changes in them.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -106,16 +107,17 @@ def check(programs: Sequence[Program], ways: Sequence[Way] = WAYS) -> Outcome:
     findings: list[Finding] = []
     replaced: frozenset[str] = frozenset()
     originals: dict[Any, Any] = {}
+    alone: dict[Any, Original] = {}
     for way in ways:
         try:
             results, fast = _both(way, programs, given, originals)
         except Exception:
-            findings += _each(way, programs, given)
+            findings += _each(way, programs, given, alone)
             continue
         replaced |= _replaced(fast) if way is FORWARD else frozenset()
         for p, own, before, after in zip(programs, given, *results, strict=True):
             if any(_differences(p, own, way, before, after)):
-                findings += _alone(way, p, own)
+                findings += _alone(way, p, own, alone)
     return Outcome(tuple(findings), replaced)
 
 
@@ -137,20 +139,64 @@ def _replaced(fast: Any) -> frozenset[str]:
     return frozenset(s.where.split(":")[0] for s in sites if s.replaced)
 
 
-def _each(way: Way, programs: Sequence[Program], given: Any) -> Iterator[Finding]:
+@dataclass
+class Original:
+    """A program as written, compiled alone: both ways to take gradients share it.
+
+    Attributes:
+        of: Gives the run of a program.
+        program: Which.
+        own: Its arguments.
+    """
+
+    of: tolerance.RunOf
+    program: Program
+    own: Sequence[Any]
+
+    @functools.cached_property
+    def result(self) -> Sequence[Any] | None:
+        """What it gives, or None if XLA cannot compile it as it was written."""
+        try:
+            run = self.of(self.program)
+            return passes.compiled(run, as_usual=True)(self.own)
+        except jax.errors.JaxRuntimeError:
+            return None
+
+    @functools.cached_property
+    def others(self) -> tolerance.Variants:
+        """What it gives when it is computed in other ways."""
+        return tolerance.variants(self.of, self.program, self.own)
+
+    @functools.cached_property
+    def rounded(self) -> tolerance.Variants:
+        """The same, also with every result off by its last bits."""
+        return tolerance.with_rounding(self.others, self.of, self.program, self.own)
+
+    @functools.cached_property
+    def filled(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """What it gives for two fillings of the arguments that are not finite."""
+        run = passes.compiled(self.of(self.program))
+        a, b = (run(_filled(self.program, self.own, seed)) for seed in (1, 2))
+        return a, b
+
+
+def _each(
+    way: Way, programs: Sequence[Program], given: Any, alone: dict[Any, Original]
+) -> Iterator[Finding]:
     """Findings of programs that cannot be computed together."""
     for p, own in zip(programs, given, strict=True):
-        yield from _alone(way, p, own)
+        yield from _alone(way, p, own, alone)
 
 
-def _alone(way: Way, program: Program, own: Sequence[Any]) -> Iterator[Finding]:
+def _alone(
+    way: Way, program: Program, own: Sequence[Any], alone: dict[Any, Original]
+) -> Iterator[Finding]:
     """Findings of one program, which is compared by what rounding changes in it."""
     of = lambda p: lambda v: way.original([p])([v])[0]
-    run = of(program)
-    try:
-        before = passes.compiled(run, as_usual=True)(own)
-    except jax.errors.JaxRuntimeError:
-        return  # XLA cannot compile the program as it was written
+    original = alone.setdefault((way is FORWARD, program), Original(of, program, own))
+    before = original.result
+    if before is None:
+        return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RewriterWarning)
@@ -163,11 +209,11 @@ def _alone(way: Way, program: Program, own: Sequence[Any]) -> Iterator[Finding]:
         return
     if way is not FORWARD and allowed.stable(program) != program:
         before = _nan_where_rows_overflow(before, after)
-    others = tolerance.variants(of, program, own)
-    ignored = _behind_masks(program, own, run, before, after)
+    others = original.others
+    ignored = _behind_masks(original, before, after)
     found = _differences(program, own, way, before, after, others, ignored)
     if any(found):
-        others = tolerance.with_rounding(others, of, program, own)
+        others = original.rounded
         found = _differences(program, own, way, before, after, others, ignored)
     names = [program.arguments[i].name for i in program.operands]
     for name, one in zip(names, found, strict=False):
@@ -230,9 +276,7 @@ def _floor(program: Program, own: Sequence[Any], which: int) -> float:
     return float(np.prod(np.minimum(largest, 1e60)))
 
 
-def _behind_masks(
-    program: Program, own: Sequence[Any], run: Any, before: Any, after: Any
-) -> list[np.ndarray]:
+def _behind_masks(original: Original, before: Any, after: Any) -> list[np.ndarray]:
     """Entries that differ only because zero times what is no number is none.
 
     The one exception: a kernel may skip a key that a mask hides, or matrices of other
@@ -240,13 +284,12 @@ def _behind_masks(
     rewritten program does for any numbers in place of those that are not finite.
     """
     nothing = [np.zeros(np.shape(a), bool) for a in before]
-    finite = all(np.isfinite(tolerance.numbers(v)).all() for v in own)
-    if finite or program.kind not in (*ATTENTION, "ragged"):
+    finite = all(np.isfinite(tolerance.numbers(v)).all() for v in original.own)
+    if finite or original.program.kind not in (*ATTENTION, "ragged"):
         return nothing
-    a, b = (passes.compiled(run)(_filled(program, own, seed)) for seed in (1, 2))
     return [
         _skipped(*(tolerance.numbers(x) for x in of))
-        for of in zip(after, a, b, strict=True)
+        for of in zip(after, *original.filled, strict=True)
     ]
 
 

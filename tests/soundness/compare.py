@@ -96,9 +96,9 @@ def in_range(
 ) -> np.ndarray:
     """Entries that the original has wrong for want of range, and that are right now.
 
-    Where squares or a sigmoid's exponentials overflow in float32 and not in float64, a
-    kernel that gives what float64 does is no worse; nor is one that hides what a fill
-    is to hide, where scores are as large as that.
+    Squares or a sigmoid's exponentials may overflow in float32 and not in float64. A
+    kernel that then gives what float64 does is no worse. Nor is one that hides what a
+    fill is meant to hide, where scores are as large as the fill.
 
     Args:
         original: An array.

@@ -8,6 +8,7 @@ stay as they are, since what a mask lets through is exact.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,15 +87,16 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
     run = of(program)
     with jax.disable_jit():  # of JAX's arrays: numpy indexes otherwise
         eager = [numbers(x) for x in run([jnp.asarray(v) for v in values])]
-    exact, *right = (
-        _exact(of(p), program, values)
-        for p in (program, allowed.stable(program), allowed.deep(program))
+    exactly = functools.cache(lambda p: _exact(of(p), program, values))
+    exact, *right = map(
+        exactly, (program, allowed.stable(program), allowed.deep(program))
     )
-    hidden = of(allowed.bottomless(program))
-    bare, usual = (
-        _exact(hidden, program, v) for v in (values, _usual(program, values))
-    )
-    unseen = [np.isnan(x) & ~np.isnan(y) for x, y in zip(bare, usual, strict=True)]
+    bottomless = allowed.bottomless(program)
+    bare = exactly(bottomless)
+    unseen = [np.isnan(x) for x in bare]
+    if any(map(np.any, unseen)):
+        usual = _exact(of(bottomless), program, _usual(program, values))
+        unseen = [x & ~np.isnan(y) for x, y in zip(unseen, usual, strict=True)]
     compiled = passes.compiled(run)
     nudged, shaken = (
         [
@@ -103,10 +105,13 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
         ]
         for draws, bits in ((3, 1), (6, 8))
     )
-    beside, shifted = (
-        [numbers(x) for x in passes.compiled(of(p))(values)]
-        for p in (allowed.hiding(program), allowed.shifted(program))
+    as_is = functools.cache(
+        lambda p: [
+            numbers(x)
+            for x in (compiled if p == program else passes.compiled(of(p)))(values)
+        ]
     )
+    beside, shifted = map(as_is, (allowed.hiding(program), allowed.shifted(program)))
     return Variants(eager, exact, right, unseen, nudged, shaken, [], beside, shifted)
 
 

@@ -1,8 +1,8 @@
 """One way to write an operation, with what a matcher must read off it.
 
-A spelling names its inputs by axis letters ("btnh": batch, query position,
-head, head width), so that its arrays, the operands of the operation and the
-float64 oracle all follow from the same line.
+A spelling names its inputs by axis letters ("btnh": batch, query position, head, head
+width). Its arrays, the operands of the operation and the float64 oracle all follow from
+that line.
 """
 
 # ruff: noqa: C408 (dict(q="btnh") is easier to read in a table of letters)

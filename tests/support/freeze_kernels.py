@@ -15,7 +15,6 @@ from rewriter.ops.registry import registry
 from rewriter.tools.bench_ops import named_uses
 
 SETS = ("small", "targets", "others")
-WITHOUT_SETS = {"scored_attention"}
 PASSES = ("forward", "vjp", "forward_and_vjp")
 DEVICES = {"cpu": Device("cpu", "cpu"), "cuda": KNOWN["h100"], "tpu": KNOWN["tpu_v5e"]}
 
@@ -62,6 +61,12 @@ def more_uses() -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
             (_arrays("bfloat16", x=(2, 8, 128)) | matrices, {}),
             (_arrays("bfloat16", x=(8, 128)) | turned, {"mode": "transposed"}),
         ],
+        "packed_dot": [
+            (_arrays("bfloat16", x=(8, 128)) | _arrays("int8", w=shape)
+             | _arrays("bfloat16", w_scale=(1, 512)),
+             {"packing": f"{axis} turns low signed int8", "widen": "bfloat16 *scale"})
+            for axis, shape in (("k", (64, 512)), ("n", (128, 256)))
+        ],
         "scored_attention": [
             (_arrays("float32", q=(1, 64, 4, 32), k=(1, 64, 2, 32), v=(1, 64, 2, 32)),
              {"scale": 0.25})
@@ -77,7 +82,7 @@ def more_uses() -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
 
 def uses(op: Op) -> Iterator[tuple[str, Spec]]:
     """Yields uses of an op and their names."""
-    for name in SETS if op.name not in WITHOUT_SETS else ():
+    for name in SETS:
         for i, spec in enumerate(named_uses(op.name, name)):
             yield f"{name}_{i}", spec
     for i, (operands, params) in enumerate(more_uses().get(op.name, ())):

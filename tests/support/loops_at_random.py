@@ -3,8 +3,8 @@
   python3 -m tests.support.loops_at_random [--count N] [--seed N]
 
 A turn is a chain of random equations of a carry, weights, what each turn is given and
-what all read; it may be checkpointed, give values besides, lie in another loop, be
-written out turn by turn, or be differentiated twice.
+what all read. It may be checkpointed, give values besides, or lie in another loop. It
+may be written out turn by turn, or be differentiated twice.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Each file that mentions ``jax.jit`` runs twice: as it is, and with the plugin
 `tests.support.optimized_jit`. Prints the tests that pass as they are and fail with it,
-and exits with 1 if there are some. equinox and flax ship no tests: what their own
-`jit` asks of ours is in `tests/frameworks`.
+and exits with 1 if there are some. The packages equinox and flax ship no tests: what
+their own `jit` asks of ours is in `tests/frameworks`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Run by test_sharding.py on eight devices: programs as written and rewritten.
 
 ``python -m tests.support.sharded_programs [--only OP] [--write FILE]`` prints a line
-for each case: an op or a model, a mesh, a pass; and fails if a rewritten program gives
-other numbers, needs collectives that the original does not, or more memory. Keys that
-go around a ring are sent from device to device instead of gathered and summed.
+for each case: an op or a model, a mesh, a pass. It fails if a rewritten program gives
+other numbers, or needs more memory, or collectives that the original does not. Keys
+that go around a ring are sent from device to device instead of gathered and summed.
 """
 
 from __future__ import annotations

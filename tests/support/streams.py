@@ -14,10 +14,11 @@ from jax.extend.core import jaxprs_in_params
 from rewriter.kernels.norms import xla
 from rewriter.ops.kernel import PLATFORMS, Kernel
 from rewriter.ops.registry import registry
+from tests.support.arrays import normal
 
 B, T, D, LAYERS = 2, 3, 8, 3
-X, R = (jax.random.normal(jax.random.key(k), (B, T, D)) for k in (0, 1))
-SCALE = 1 + jax.random.normal(jax.random.key(2), (D,)) / 8
+X, R = (normal(B, T, D, seed=k) for k in (0, 1))
+SCALE = jnp.asarray(1 + np.asarray(normal(D, seed=2)) / 8)
 FORCED = {"rms_norm": "adding"}
 
 
@@ -92,7 +93,7 @@ PROGRAMS: dict[str, tuple[Callable[..., jax.Array], int, int, int]] = {
     "recomputed": (recomputed, 2 * LAYERS, 2 * LAYERS - 1, 2 * LAYERS),
 }
 """With how many norms, sums in front of one and cotangents that come back along it."""
-SCALES = 1 + jax.random.normal(jax.random.key(3), (LAYERS, D)) / 8
+SCALES = jnp.asarray(1 + np.asarray(normal(LAYERS, D, seed=3)) / 8)
 
 
 def sites(jaxpr: Any, primitive: Any, addend: bool | None = None) -> int:

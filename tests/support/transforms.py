@@ -259,7 +259,7 @@ def check(
         wide = [
             jnp.asarray(np.asarray(a, np.float64)) if _is_float(a) else a for a in args
         ]
-        true = transform(plain, wide)
+        true = _compiled(name)(plain, wide)
     assert jax.tree.structure(got) == jax.tree.structure(true)
     leaves = [jax.tree.leaves(tree) for tree in (got, got if same is None else same)]
     for g, s, t in zip(*leaves, jax.tree.leaves(true), strict=True):
@@ -275,8 +275,10 @@ def check(
 
 def _run(name: str) -> Transform:
     """A transform, compiled as a whole (quicker) unless eager is the point."""
-    if name in EAGER:
-        return TRANSFORMS[name]
+    return TRANSFORMS[name] if name in EAGER else _compiled(name)
+
+
+def _compiled(name: str) -> Transform:
     return lambda f, args: jax.jit(lambda *a: TRANSFORMS[name](f, list(a)))(*args)
 
 

@@ -149,9 +149,11 @@ WIDE = (
     BackwardTiles(32, 32, 2, divided=True),
     BackwardTiles(32, 32, 2, divided=True, v_stages=1),
 )
-"""Configs to try, in order, if dk and dv do not fit into one warpgroup's registers:
-heads of 192 and values of 128 take the first, heads of 256 the third, tables of biases
-beside those the others. ptxas spills nothing in any of them (13.0)."""
+"""Configs to try, in order, if dk and dv do not fit into one warpgroup's registers.
+
+Heads of 192 with values of 128 take the first, and heads of 256 the third. With tables
+of biases they take the others. ptxas 13.0 spills no register in any of them.
+"""
 
 
 def first_fitting_backward(h: int, e: int, extra: Extra = NONE) -> BackwardTiles | None:

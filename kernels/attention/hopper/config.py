@@ -157,10 +157,11 @@ _SMALLER = (
 LONG, LONG_CAUSAL = 2048, 8192
 """Keys from which blocks of 160 are faster than blocks of 128: 680 against 669 TF/s for
 4k keys, 564 against 575 for 1k. Under a causal mask 692 against 657 for 16k keys, 591
-against 634 for 4k, where 656 is reached with `Tiles.held`. With that blocks of 128 keys
-take 0.84 to 0.99 of the time where no warpgroup waits for its turn, but 1.02 for heads
-of 64 under a causal mask, and blocks of 160 keys 1.01 to 1.04
-(``tests/bench/results/attention_held_h200.json``).
+against 634 for 4k, where 656 is reached with `Tiles.held`.
+
+With `Tiles.held`, blocks of 128 keys take 0.84 to 0.99 of the time without it. For
+heads of 64 under a causal mask they take 1.02 of it, and blocks of 160 keys 1.01 to
+1.04 (``tests/bench/results/attention_held_h200.json``).
 """
 
 

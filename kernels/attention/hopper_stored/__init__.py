@@ -26,8 +26,9 @@ from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.quantized_dot.rounding import SIXTEEN, in_float32
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.ops.estimate import seconds
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import EIGHT_BITS
 from rewriter.support.verdict import Verdict, all_of, no
 
@@ -237,14 +238,8 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     return {"xla": xla + rest, "memory_bounded": 2 * xla + rest, "hopper": own + rest}
 
 
-KERNEL = Kernel(
-    name="hopper",
-    op=STORED.name,
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    limits=Limits(supports, runs_on),
-    speed=Speed(by_estimate, by_rule=False, estimate=estimate),
-    traits=Traits(memory_bounded=True, swaps=(("k", 1, 2), ("v", 1, 2))),
-    space=Space(Tiles, default, configs, fits),
-)
+KERNEL = HOPPER.kernel(
+    STORED.name, forward, None, supports,
+    Speed(by_estimate, by_rule=False, estimate=estimate),
+    Space(Tiles, default, configs, fits), swaps=(("k", 1, 2), ("v", 1, 2)),
+)  # fmt: skip

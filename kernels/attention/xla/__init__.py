@@ -23,6 +23,7 @@ from rewriter.kernels.attention.xla.config import default as default
 from rewriter.kernels.attention.xla.forward import forward as forward
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Space, Speed
+from rewriter.support.sizes import size_text
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     if (scores >= 4 * mib and min(t, s) >= 256) or scores + lines >= 24 * mib:
         return YES
     text = (
-        f"scores of {scores / mib:.1f} MiB and keys and values of"
-        f" {lines / mib:.1f} MiB are so small that XLA is as fast"
+        f"scores of {size_text(scores)} and keys and values of {size_text(lines)}"
+        " are so small that XLA is as fast"
     )
     return no("small", text)
 
@@ -103,7 +104,7 @@ def _pays_on_gpu(spec: Spec, platform: str, scores: int) -> Verdict:
     if scores >= 32 << 30:
         return YES
     if scores < 128 << 20:
-        return no("small", f"scores of {scores >> 20} MiB, for which XLA is as fast")
+        return no("small", f"scores of {size_text(scores)}, for which XLA is as fast")
     if spec.has("mask") and spec.shape("mask")[2] > 1:
         return no("mask", "under a table of masks XLA is faster on cuda")
     if jnp.dtype(spec.dtype("q")).itemsize > 2:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.op import STORED
 from rewriter.kernels.attention.stored_form import STEPS, as_attention, widened
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
+from rewriter.kernels.shared.kinds import XLA
+from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import Verdict, no
 
 if TYPE_CHECKING:
@@ -55,20 +56,9 @@ def backward(**given: Any) -> dict[str, Array]:
     return {name: x for name, x in found.items() if name not in few}
 
 
-KERNEL = Kernel(
-    name="memory_bounded",
-    op=STORED.name,
-    platforms=PLATFORMS,
-    version=1,
-    forward=xla.forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable),
-    traits=Traits(
-        memory_bounded=True,
-        merges=True,
-        saves=lambda spec: xla.KERNEL.traits.saves(as_attention(spec)),
-    ),
-    space=Space(xla.Blocks, default, configs),
-    backward_space=Space(xla.Blocks, default, configs),
-)
+KERNEL = XLA.kernel(
+    STORED.name, xla.forward, backward, supports,
+    Speed(profitable), Space(xla.Blocks, default, configs),
+    saves_out=True, merges=True,
+    saves=lambda spec: xla.KERNEL.traits.saves(as_attention(spec)),
+)  # fmt: skip

@@ -58,7 +58,7 @@ def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
 
     - ``uniform``: each row chooses a group evenly at random.
     - ``dirichlet``: each row chooses with probabilities that are themselves drawn
-      from a symmetric Dirichlet distribution of concentration `SKEW`: some groups
+      from a symmetric Dirichlet distribution of concentration `SKEW`. Some groups
       get several times their share, many next to nothing.
     - ``one_hot``: all rows are in one group, chosen at random.
     """

@@ -91,11 +91,17 @@ def check(
         np.testing.assert_allclose(got, wanted, rtol=0, atol=limit)
 
 
-SEGMENTS = jnp.asarray(np.arange(COUNT * PART) // 20)[None].repeat(2, 0)
+def lengths(of: list[int]) -> jax.Array:
+    return jax.device_put(np.array(of, np.int32))
+
+
+SEGMENTS = np.repeat(np.arange(COUNT * PART, dtype=np.int32)[None] // 20, 2, 0)
+OTHERS = np.array(SEGMENTS)
+OTHERS[1, 30:] = 9
 CASES = {
     "full": ({}, {}),
     "no keys, a gradient": (
-        {"kv_lengths": jnp.array([0, 50])}, {"empty_rows": "mean_passing"}
+        {"kv_lengths": lengths([0, 50])}, {"empty_rows": "mean_passing"}
     ),
     "full, more keys": ({"keys": 24}, {}),
     "causal": ({}, {"window": CAUSAL}),
@@ -109,20 +115,23 @@ CASES = {
     "wide window": ({}, {"window": (40, 30), "softcap": 2.0}),
     "only later keys": ({}, {"window": (0, None)}),
     "shifted": ({}, {"window": CAUSAL, "shift": 5}),
-    "lengths": ({"kv_lengths": jnp.array([23, 1])}, {"window": CAUSAL}),
+    "lengths": ({"kv_lengths": lengths([23, 1])}, {"window": CAUSAL}),
     "no keys in one sequence": (
-        {"kv_lengths": jnp.array([0, 64])}, {"empty_rows": "zero"}
+        {"kv_lengths": lengths([0, 64])}, {"empty_rows": "zero"}
     ),
-    "no keys, a mean": ({"kv_lengths": jnp.array([0, 50])}, {"empty_rows": "mean"}),
-    "no keys, not a number": ({"kv_lengths": jnp.array([0, 50])}, {}),
+    "no keys, a mean": ({"kv_lengths": lengths([0, 50])}, {"empty_rows": "mean"}),
+    "no keys, not a number": ({"kv_lengths": lengths([0, 50])}, {}),
     "no keys, a gradient that is none": (
-        {"kv_lengths": jnp.array([0, 50])}, {"empty_rows": "nan_passing"}
+        {"kv_lengths": lengths([0, 50])}, {"empty_rows": "nan_passing"}
     ),
     "no keys, zero with a gradient that is none": (
-        {"kv_lengths": jnp.array([0, 50])}, {"empty_rows": "zero_nan_passing"}
+        {"kv_lengths": lengths([0, 50])}, {"empty_rows": "zero_nan_passing"}
     ),
     "segments": (
-        {"q_segments": SEGMENTS, "kv_segments": SEGMENTS.at[1, 30:].set(9)},
+        {
+            "q_segments": jax.device_put(SEGMENTS),
+            "kv_segments": jax.device_put(OTHERS),
+        },
         {"window": CAUSAL, "empty_rows": "mean"},
     ),
 }  # fmt: skip

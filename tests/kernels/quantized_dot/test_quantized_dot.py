@@ -14,6 +14,7 @@ from rewriter.kernels.quantized_dot import OP, xla
 from rewriter.kernels.quantized_dot.cost import cost
 from rewriter.kernels.quantized_dot.estimate import estimate
 from rewriter.kernels.quantized_dot.reference import computed
+from rewriter.kernels.shared import columns
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of
 from rewriter.ops.stored import FEW_BITS, numbers_of
@@ -60,7 +61,7 @@ def both(given: dict[str, Any], **params: Any) -> tuple[Any, Any, list[Any]]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "DEFAULT", xla.Block(4))
+    monkeypatch.setattr(columns, "DEFAULT", columns.Block(4))
 
 
 FEW = ("jit_grad", "vmap_one_operand")

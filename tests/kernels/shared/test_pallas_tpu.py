@@ -15,10 +15,10 @@ from rewriter.hardware import ahead_of_time
 from rewriter.kernels.shared import pallas_tpu
 from rewriter.ops.device import Device
 from rewriter.ops.tpu import GENERATIONS
+from tests.support.arrays import normal
 from tests.support.kernels import tpu
 
-A = jax.random.normal(jax.random.key(0), (256, 256))
-B = jax.random.normal(jax.random.key(1), (256, 384))
+A, B = normal(256, 256), normal(256, 384, seed=1)
 
 
 def product(

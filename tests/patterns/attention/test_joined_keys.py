@@ -13,21 +13,18 @@ import pytest
 
 import rewriter
 from tests.spellings.check import Case, disagreements
+from tests.support.arrays import normal
 
 B, T, N, H, FIRST, THEN = 2, 6, 4, 8, 12, 6
 FILL = -2.38e38
-LENGTHS, MORE = jnp.array([9, 4]), jnp.array([3, 6])
-
-
-def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+LENGTHS, MORE = (jnp.asarray(np.array(x, np.int32)) for x in ([9, 4], [3, 6]))
 
 
 Q = normal(B, T, N, H)
-ONE = normal(B, N, H, seed=9)[:, None]
+ONE = normal(B, 1, N, H, seed=9)
 K1, V1 = (normal(B, FIRST, N, H, seed=i) for i in (1, 2))
 K2, V2 = (normal(B, THEN, N, H, seed=i) for i in (3, 4))
-CAUSAL = jnp.tril(jnp.ones((T, THEN), bool))
+CAUSAL = jnp.asarray(np.tri(T, THEN, dtype=bool))
 
 
 def local(q, k, v, mask=None, scores="btnh,bsnh->bnts", weigh="bnts,bsnh->btnh"):

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 import rewriter
+from tests.support.arrays import normal
 
 pytestmark = pytest.mark.once
 
 B, T = 4, 300
 MOST = 2**31 - 1
-Q, K, V = (
-    jax.random.normal(jax.random.key(i), (B, T, 2, 64), jnp.float32) for i in range(3)
-)
+Q, K, V = (normal(B, T, 2, 64, seed=i) for i in range(3))
 FORCED = {"attention": "memory_bounded"}
 
 

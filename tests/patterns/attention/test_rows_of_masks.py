@@ -12,13 +12,12 @@ from jax import lax
 
 import rewriter
 from tests.spellings.check import differs, explain, operand_names
+from tests.support.arrays import normal
 
 B, S, N, H = 2, 24, 2, 4
 LOWEST = np.finfo(np.float32).min
 STARTS = (-2000, -S - 1, -S, -S + 1, -9, -1, 0, 1, 7, S - 2, S - 1, S, S + 1, 2000)
-Q, K, V = (
-    jax.random.normal(jax.random.key(i), (B, t, N, H)) for i, t in enumerate((1, S, S))
-)
+Q, K, V = (normal(B, t, N, H, seed=i) for i, t in enumerate((1, S, S)))
 
 Keep = Callable[[jax.Array], jax.Array]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ import pytest
 from jax import lax
 
 import rewriter
-from rewriter.ops.stored import numbers_of
+from tests.patterns.quantized.spelled import Spelled
 from tests.spellings.contexts import CONTEXTS
+from tests.support.arrays import stored
 
 NAME = "quantized_dot"
 K, N, G = 128, 96, 4
@@ -21,8 +23,7 @@ R = np.random.default_rng(0)
 BF, F32 = jnp.bfloat16, jnp.float32
 
 
-def drawn(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return np.asarray(numbers_of(jnp.asarray(R.standard_normal(shape), F32), dtype))
+drawn = functools.partial(stored, R)
 
 
 EYE = np.eye(K, dtype=BF)
@@ -50,22 +51,13 @@ GIVEN = {
 }
 """Arguments by their names in spellings."""
 
-SPELLINGS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {}
+SPELLED = Spelled(GIVEN)
+SPELLINGS, args_of = SPELLED.spellings, SPELLED.args_of
 
 
 def spelling(widen: str, **more: str) -> Callable[..., Any]:
     """Keeps a program, and what is to be read off it."""
-
-    def keep(f: Callable[..., Any]) -> Callable[..., Any]:
-        SPELLINGS[f.__name__] = {"widen": widen, **more}, f
-        return f
-
-    return keep
-
-
-def args_of(f: Callable[..., Any]) -> list[Any]:
-    names = f.__code__.co_varnames[: f.__code__.co_argcount]
-    return [jnp.asarray(GIVEN[name]) for name in names]
+    return SPELLED.spelling({"widen": widen, **more})
 
 
 # ------------------------------------------------------------- casts and scales
@@ -483,41 +475,17 @@ def test_spelling(name: str) -> None:
     assert ("w_zero" in site.shapes) == ("zero" in text)
 
 
-@pytest.fixture
-def quick_compilation() -> Iterator[None]:
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.mark.once
 @pytest.mark.parametrize("kernel", ["reference", "memory_bounded"])
 @pytest.mark.usefixtures("quick_compilation")
 def test_each_rounding_is_the_programs(kernel: str) -> None:
     """Rows of the identity give matrices: the same bits, in every spelling."""
-    every = {name: (f, args_of(f)) for name, (_, f) in SPELLINGS.items()}
     how = {"implementation": {NAME: kernel}, "strict": True}
-    fast = {name: rewriter.optimize(f, **how) for name, (f, _) in every.items()}
-
-    @jax.jit
-    def both() -> Any:
-        return {n: (f(*args), fast[n](*args)) for n, (f, args) in every.items()}
-
-    for name, (want, got) in both().items():
-        assert want.dtype == got.dtype, name
-        np.testing.assert_array_equal(
-            np.asarray(got, np.float64), np.asarray(want, np.float64), err_msg=name
-        )
+    SPELLED.assert_the_same(SPELLED.programs(), **how)
 
 
 # ---------------------------------------------------------------------- look-alikes
-ALIKE: dict[str, Callable[..., Any]] = {}
-
-
-def alike(f: Callable[..., Any]) -> Callable[..., Any]:
-    ALIKE[f.__name__] = f
-    return f
+ALIKE, alike = SPELLED.alike, SPELLED.look_alike
 
 
 @alike

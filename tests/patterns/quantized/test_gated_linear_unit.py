@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from jax import lax
 
 import rewriter
-from rewriter.ops.stored import numbers_of
+from tests.patterns.quantized.spelled import Spelled
+from tests.support.arrays import stored
 
 NAME = "quantized_gated_linear_unit"
 UNIT = "gated_linear_unit"
@@ -22,8 +24,7 @@ R = np.random.default_rng(0)
 BF, F32 = jnp.bfloat16, jnp.float32
 
 
-def drawn(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return np.asarray(numbers_of(jnp.asarray(R.standard_normal(shape), F32), dtype))
+drawn = functools.partial(stored, R)
 
 
 GIVEN = {
@@ -60,29 +61,14 @@ GIVEN = {
 }
 """Arguments by their names in spellings."""
 
-SPELLINGS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {}
-ALIKE: dict[str, Callable[..., Any]] = {}
+SPELLED = Spelled(GIVEN)
+SPELLINGS, ALIKE = SPELLED.spellings, SPELLED.alike
+alike, args_of = SPELLED.look_alike, SPELLED.args_of
 
 
 def spelling(widen: str, **more: Any) -> Callable[..., Any]:
     """Keeps a program, and what is to be read off it."""
-
-    def keep(f: Callable[..., Any]) -> Callable[..., Any]:
-        SPELLINGS[f.__name__] = {"widen": widen, **more}, f
-        return f
-
-    return keep
-
-
-def alike(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps a program that is no such unit."""
-    ALIKE[f.__name__] = f
-    return f
-
-
-def args_of(f: Callable[..., Any]) -> list[Any]:
-    names = f.__code__.co_varnames[: f.__code__.co_argcount]
-    return [jnp.asarray(GIVEN[name]) for name in names]
+    return SPELLED.spelling({"widen": widen, **more})
 
 
 def grouped(q: Any, s: Any, dtype: Any = None) -> Any:
@@ -399,14 +385,6 @@ def test_spelling(name: str) -> None:
     assert ("w_gate_scale" in site.shapes) == ("scale" in want["widen"])
 
 
-@pytest.fixture
-def quick_compilation() -> Any:
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 FEW = ("packed_groups", "scaled_behind")
 
 
@@ -414,33 +392,7 @@ FEW = ("packed_groups", "scaled_behind")
 @pytest.mark.usefixtures("quick_compilation")
 def test_numbers_are_those_of_the_stored_numbers(names: Any) -> None:
     """No further from a run in float64 than the program itself, in every spelling."""
-    every = {n: (f, args_of(f)) for n, (_, f) in SPELLINGS.items()}
-    every = {n: every[n] for n in names or every}
-    fast = {
-        n: rewriter.optimize(f, implementation=FORCED, strict=True)
-        for n, (f, _) in every.items()
-    }
-
-    @jax.jit
-    def both() -> Any:
-        return {n: (f(*args), fast[n](*args)) for n, (f, args) in every.items()}
-
-    for name, (plain, got) in both().items():
-        f, args = every[name]
-        want = in_float64(f, args)
-        assert plain.dtype == got.dtype, name
-        errors = [np.abs(np.asarray(y, np.float64) - want).max() for y in (plain, got)]
-        assert errors[1] <= 2 * errors[0] + 1e-6 * np.abs(want).max(), (name, errors)
-
-
-def in_float64(f: Callable[..., Any], args: list[Any]) -> np.ndarray:
-    """A program without roundings."""
-    given = [np.asarray(a) for a in args]
-    given = [a.astype("f8") if a.dtype == np.float32 else a for a in given]
-    with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
-        for name in ("BF", "F32"):
-            patch.setitem(f.__globals__, name, jnp.float64)
-        return np.asarray(f(*map(jnp.asarray, given)), "f8")
+    SPELLED.assert_as_near(names, FORCED)
 
 
 @pytest.mark.once
@@ -457,19 +409,8 @@ def test_look_alike(name: str) -> None:
 @pytest.mark.parametrize("name", ["packed", "groups"])
 def test_gradients_of_rows_and_scales(name: str) -> None:
     """Outside of the program, and within it, where the products may stay."""
-    f = SPELLINGS[name][1]
-    args = args_of(f)
-    wanted = (0, len(args) - 1)
-
-    def loss(f: Any) -> Any:
-        return lambda *args: jnp.square(f(*args)).sum()
-
-    want = jax.grad(loss(f), wanted)(*args)
-    outside = jax.grad(loss(rewriter.optimize(f, implementation=FORCED)), wanted)
-    within = rewriter.optimize(jax.grad(loss(f), wanted), implementation=FORCED)
-    for got in (outside(*args), within(*args)):
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
+    last = len(args_of(SPELLINGS[name][1])) - 1
+    SPELLED.assert_same_gradients(name, (0, last), FORCED)
 
 
 # ------------------------------------------------------------------------ neighbours

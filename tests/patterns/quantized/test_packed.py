@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import rewriter
 from rewriter.kernels.quantized_dot import PACKED, packed
 from rewriter.ops.kernel import spec_of
 from rewriter.ops.packing import Packing, unpacked
+from tests.patterns.quantized.spelled import Spelled
 
 NAME = "packed_dot"
 FORCED = {NAME: ["memory_bounded", "xla"]}
@@ -36,29 +36,10 @@ GIVEN = {
 }
 """Arguments by their names in spellings; rows of the identity give matrices."""
 
-SPELLINGS: dict[str, tuple[str, Callable[..., Any]]] = {}
-ALIKE: dict[str, Callable[..., Any]] = {}
-
-
-def spelling(packing: str) -> Callable[..., Any]:
-    """Keeps a program, and how its numbers are packed."""
-
-    def keep(f: Callable[..., Any]) -> Callable[..., Any]:
-        SPELLINGS[f.__name__] = packing, f
-        return f
-
-    return keep
-
-
-def alike(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps a program whose numbers are packed otherwise, or not."""
-    ALIKE[f.__name__] = f
-    return f
-
-
-def args_of(f: Callable[..., Any]) -> list[Any]:
-    names = f.__code__.co_varnames[: f.__code__.co_argcount]
-    return [jnp.asarray(GIVEN[name]) for name in names]
+SPELLED = Spelled(GIVEN)
+SPELLINGS, ALIKE = SPELLED.spellings, SPELLED.alike
+spelling, args_of = SPELLED.spelling, SPELLED.args_of
+alike = SPELLED.look_alike  # numbers that are packed otherwise, or not
 
 
 def signed(p: Any) -> tuple[Any, Any]:
@@ -227,24 +208,8 @@ def test_spelling(name: str) -> None:
 ])  # fmt: skip
 def test_each_rounding_is_the_programs(names: Any) -> None:
     """Bit by bit, also of programs that are left as written."""
-    every = {n: (f, args_of(f)) for n, (_, f) in SPELLINGS.items()}
-    if names is None:
-        every |= {n: (f, args_of(f)) for n, f in ALIKE.items()}
-    else:
-        every = {n: every[n] for n in names}
-    fast = {
-        n: rewriter.optimize(f, implementation=FORCED) for n, (f, _) in every.items()
-    }
-
-    @jax.jit
-    def both() -> Any:
-        return {n: (f(*args), fast[n](*args)) for n, (f, args) in every.items()}
-
-    for name, (want, got) in both().items():
-        assert want.dtype == got.dtype, name
-        np.testing.assert_array_equal(
-            np.asarray(got, "f8"), np.asarray(want, "f8"), err_msg=name
-        )
+    programs = SPELLED.programs(names) | (ALIKE if names is None else {})
+    SPELLED.assert_the_same(programs, implementation=FORCED)
 
 
 @pytest.mark.once

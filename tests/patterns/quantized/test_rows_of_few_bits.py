@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from jax import lax
 
 import rewriter
-from rewriter.ops.stored import numbers_of
+from tests.patterns.quantized.spelled import Spelled
+from tests.support.arrays import stored
 
 NAME = "quantized_dot"
 M, K, N = 6, 64, 48
@@ -21,8 +23,7 @@ BF, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 E4, E5 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def drawn(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return np.asarray(numbers_of(jnp.asarray(R.standard_normal(shape), F32), dtype))
+drawn = functools.partial(stored, R)
 
 
 GIVEN = {
@@ -41,29 +42,14 @@ GIVEN = {
 }
 """Arguments by their names in spellings."""
 
-SPELLINGS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {}
-ALIKE: dict[str, Callable[..., Any]] = {}
+SPELLED = Spelled(GIVEN)
+SPELLINGS, ALIKE = SPELLED.spellings, SPELLED.alike
+alike, args_of = SPELLED.look_alike, SPELLED.args_of
 
 
 def spelling(sums: str = "int32", **more: str) -> Callable[..., Any]:
     """Keeps a program, and what is to be read off it."""
-
-    def keep(f: Callable[..., Any]) -> Callable[..., Any]:
-        SPELLINGS[f.__name__] = {"widen": "", "sums": sums, **more}, f
-        return f
-
-    return keep
-
-
-def alike(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps a program without a product of 8 bits by 8 bits."""
-    ALIKE[f.__name__] = f
-    return f
-
-
-def args_of(f: Callable[..., Any]) -> list[Any]:
-    names = f.__code__.co_varnames[: f.__code__.co_argcount]
-    return [jnp.asarray(GIVEN[name]) for name in names]
+    return SPELLED.spelling({"widen": "", "sums": sums, **more})
 
 
 def rounded(x: Any, axis: int | None = -1) -> tuple[Any, Any]:
@@ -236,20 +222,8 @@ def test_spelling(name: str) -> None:
     pytest.param(None, marks=pytest.mark.once),
 ])  # fmt: skip
 def test_numbers_are_exactly_those_of_the_program(names: Any) -> None:
-    every = {n: (f, args_of(f)) for n, (_, f) in SPELLINGS.items()}
-    every = {n: every[n] for n in names or every}
     how = {"implementation": {NAME: "reference"}, "strict": True}
-    fast = {n: rewriter.optimize(f, **how) for n, (f, _) in every.items()}
-
-    @jax.jit
-    def both() -> Any:
-        return {n: (f(*args), fast[n](*args)) for n, (f, args) in every.items()}
-
-    for name, (want, got) in both().items():
-        assert want.dtype == got.dtype, name
-        np.testing.assert_array_equal(
-            np.asarray(got, "f8"), np.asarray(want, "f8"), err_msg=name
-        )
+    SPELLED.assert_the_same(SPELLED.programs(names), **how)
 
 
 @pytest.mark.once

@@ -19,15 +19,16 @@ LAYERS, BATCH, ROWS, WIDTH, HEADS = 3, 2, 64, 1024, 8
 GIB = 1 << 30
 
 
-def drawn(*shape, seed):
-    return jax.random.normal(jax.random.key(seed), shape) / shape[-2] ** 0.5
+def drawn(*shape, seed, size=1.0):
+    numbers = np.random.default_rng(seed).normal(0, size * shape[-2] ** -0.5, shape)
+    return jnp.asarray(numbers.astype(np.float32))
 
 
 WEIGHTS = {
     name: drawn(LAYERS, WIDTH, WIDTH, seed=k)
     for k, name in enumerate(("q", "k", "v", "o", "up"))
 }
-X = drawn(BATCH, ROWS, WIDTH, seed=9) * 8
+X = drawn(BATCH, ROWS, WIDTH, seed=9, size=8.0)
 
 
 def block(x, p):

@@ -19,17 +19,18 @@ LAYERS, ROWS, WIDTH, HIDDEN = 4, 512, 64, 256
 
 
 def drawn(*shape, seed=0, dtype=jnp.float32):
-    numbers = jax.random.normal(jax.random.key(seed), shape, dtype)
-    return numbers / shape[-2] ** 0.5 if len(shape) > 1 else numbers
+    size = shape[-2] ** -0.5 if len(shape) > 1 else 1.0
+    numbers = np.random.default_rng(seed).normal(0, size, shape)
+    return jnp.asarray(numbers.astype(dtype))
 
 
 WEIGHTS = {
     "gate": drawn(LAYERS, WIDTH, HIDDEN, seed=1),
     "up": drawn(LAYERS, WIDTH, HIDDEN, seed=2),
     "down": drawn(LAYERS, HIDDEN, WIDTH, seed=3),
-    "scale": 1 + 0.1 * drawn(LAYERS, WIDTH, seed=4),
+    "scale": jnp.asarray(1 + 0.1 * np.asarray(drawn(LAYERS, WIDTH, seed=4))),
 }
-X = drawn(ROWS, WIDTH, seed=5) * 5
+X = jnp.asarray(5 * np.asarray(drawn(ROWS, WIDTH, seed=5)))
 
 
 def block(x, p):

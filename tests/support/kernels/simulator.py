@@ -1,8 +1,8 @@
 """Runs the Hopper kernels' own code without a GPU: a Python thread per warpgroup.
 
 Memory, barriers and turns are modelled as far as the order of events goes. What the
-hardware does at some time between two events is done at the worst one: a product is
-computed when it is waited for, a store reads shared memory when it is waited for, a
+hardware does at some time between two events is done at the worst time. A product is
+computed when it is waited for. A store reads shared memory when it is waited for, and a
 load writes it at once. A buffer that is handed on too early then gives wrong numbers, a
 barrier that is never passed an error, and one that runs ahead by two phases too.
 """

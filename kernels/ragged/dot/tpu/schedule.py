@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 GROUP, TILE, LOW, HIGH, FIRST, LAST, READ = range(7)
 """The fields of a step, an int32 each.
 
-The group whose matrix is used; the tile of rows; its rows in the group, from LOW to
-before HIGH (none if HIGH is 0); whether the block of the result is new; whether it is
-complete after this step; the tile that lhs is read from.
+- GROUP: the group whose matrix is used.
+- TILE: the tile of rows.
+- LOW, HIGH: its rows in the group, from LOW to before HIGH; none if HIGH is 0.
+- FIRST: whether the block of the result is new.
+- LAST: whether it is complete after this step.
+- READ: the tile that lhs is read from.
 """
 
 FIELDS = 7

@@ -1,0 +1,54 @@
+"""Says what is unlike attention in weights that are made of exponentials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rewriter.algebra.normal_form import Algebra, Monomial, Poly
+from rewriter.find.reading import Refused
+
+
+def undivided(alg: Algebra, mono: Monomial) -> Refused:
+    """Returns why a weighed sum that no sum divides is no attention."""
+    sums = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
+    if any(any(_denominators(alg, alg.defs[a][3])) for a in sums):
+        text = "the softmax is over one axis, and its weights are summed along another"
+        return Refused("denominator", text, score=0.5)
+    if any(e < -1 and alg.kind(a) in ("sum", "pow") for a, e in mono):
+        text = "the weights are raised to a power after the softmax"
+        return Refused("denominator", text, score=0.3)
+    text = "the result is not divided by a sum of weights"
+    return Refused("denominator", text, score=0.3)
+
+
+def other_weights(alg: Algebra, mono: Monomial, form: Poly) -> Refused:
+    """Returns why a weighed sum that another sum divides is no attention."""
+    above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
+    below = [a for a, e in mono if e == -1]
+    text = "the weights differ between numerator and denominator"
+    if any(any(_denominators(alg, alg.defs[a][3])) for a in above):
+        text = "the weights are divided by more than one sum"
+    elif any(_sums_rows_too(alg, a, d) for a in above for d in below):
+        text = "the softmax is over more axes than the keys"
+    return Refused("weights", text, difference=alg.show(form), score=0.4)
+
+
+def _denominators(alg: Algebra, mono: Monomial) -> Iterator[int]:
+    """Sums of exponentials that a term is divided by."""
+    for atom, power in mono:
+        if power != -1 or alg.kind(atom) not in ("sum", "pow"):
+            continue
+        inside = alg.defs[atom][3] if alg.kind(atom) == "sum" else ()
+        if any(alg.kind(a) == "exp" for a, _ in inside):
+            yield atom
+
+
+def _free(alg: Algebra, atom: int) -> frozenset[int]:
+    return alg.ids(alg.of_atom(atom))
+
+
+def _sums_rows_too(alg: Algebra, total: int, denominator: int) -> bool:
+    """Whether a denominator adds up weights of several rows."""
+    weights = [a for a, _ in alg.defs[total][3] if alg.kind(a) == "exp"]
+    rows = frozenset().union(*(_free(alg, a) for a in weights)) & _free(alg, total)
+    return bool(rows - _free(alg, denominator))
