@@ -296,8 +296,9 @@ def _equal(
     """
     alg = ev.alg
     try:
-        form = own(functools.reduce(alg.add, (ev.poly(v, at) for v in values)))
-        other = wanted.poly(out, at)
+        whole = functools.reduce(alg.add, (ev.poly(v, at) for v in values))
+        form = alg.without_implied(own(whole))
+        other = alg.without_implied(wanted.poly(out, at))
     except NeedSplit as need:
         found = set()
         for _, part in pieces(alg, need):
@@ -319,7 +320,7 @@ def _evaluator(
         v
         for v in parts
         if (node := graph.node_of(v)) is not None
-        and (node.prim in CONTRACTIONS or node.prim == "scan" or is_pick(node))
+        and (node.prim in CONTRACTIONS | {"scan", "cond"} or is_pick(node))
     )
     known, core = match.reading.evaluator, None
     taken_over = match.reading.proof is not None  # also what scores are computed with
@@ -331,6 +332,7 @@ def _evaluator(
         graph,
         match.reading.algebra,
         core=core,
+        at_hand=known.at_hand if core is not None else None,
         names={v: v for v in stops if kind_of(graph.dtype(v)) != "b"},
         inside=dots,
         full_sides=frozenset((v, k) for v in dots for k in (0, 1)),

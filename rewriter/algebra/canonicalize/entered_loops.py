@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from rewriter.algebra.normal_form import TRUE, Index, Poly
@@ -44,6 +45,8 @@ class Loops:
         varying: A value to the steps that it depends on.
         closed: A carry of a loop that goes back over another one's steps, to (its
             index arguments, its form before a step); None if that is not known.
+        functions: What an opaque value is a function of, to the first such value.
+        first_alike: An opaque value to the first that is the same function.
         outdated: How often indices were replaced, after which older forms do not count.
     """
 
@@ -54,4 +57,6 @@ class Loops:
     closed: dict[int, tuple[tuple[Index, ...], Poly] | None] = field(
         default_factory=dict
     )
+    functions: dict[Hashable, int] = field(default_factory=dict)
+    first_alike: dict[int, int] = field(default_factory=dict)
     outdated: int = 0

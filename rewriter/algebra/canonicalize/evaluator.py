@@ -213,7 +213,8 @@ class Evaluator(Layout, LoopForms, Constants):
     def leaf(self, value: int, args: tuple[Index, ...]) -> int:
         """The atom of an opaque value."""
         if value not in self.names:
-            self.names[value] = ("own", value) if self.private else value
+            known = ("own", value) if self.private else self.known_as(value)
+            self.names[value] = known
         self.leaf_values.add(value)
         name = self.names[value]
         if not self.private and name not in self.alg.leaf_range:
@@ -253,6 +254,8 @@ class Evaluator(Layout, LoopForms, Constants):
             if counts and mode == FULL and value not in self.inside:
                 return node
             ok = value in self.inside
+        elif prim == "cond":
+            ok = mode == FULL and value in self.inside
         elif prim in ("dot_general",):
             ok = self.expand_all or value in self.inside or is_local(node)
         else:
@@ -332,6 +335,8 @@ class Evaluator(Layout, LoopForms, Constants):
             return {} if source is None else self.poly(source, at, mode)
         if prim in LOOPS:
             return self.scanned(node, value, args, mode)
+        if prim == "cond":
+            return self.chosen(node, value, args)
         rule = RULES.get(prim)
         if prim in ("convert_element_type", "stop_gradient"):
             form = self._cast(node, value, args, mode)

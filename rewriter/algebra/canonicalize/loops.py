@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rewriter.algebra.canonicalize.choice import choose, reached
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.entered_loops import Loop
 from rewriter.algebra.canonicalize.intervals import of_dtype, within
@@ -30,7 +31,12 @@ from rewriter.algebra.canonicalize.returning_loops import ReturningLoops
 from rewriter.algebra.normal_form import TRUE, Index, Monomial, OverBudget, Poly
 from rewriter.program.counted import Condition, Counted, counted
 from rewriter.program.graph import Node
-from rewriter.program.skipped import Skipped, skipped
+from rewriter.program.skipped import (
+    Skipped,
+    branch_results,
+    decides,
+    skipped,
+)
 
 MOST_STEPS = 2**24
 """The most steps of a while loop that is read."""
@@ -70,8 +76,8 @@ class LoopForms(ReturningLoops):
         if parts.condition is not None:
             loop = self._with_steps(loop, parts.condition)
         skips = self._skipped(loop)
-        if over is not None and (skips is not None or over.runs != TRUE):
-            raise OverBudget("a loop goes back over steps that may be skipped")
+        if over is not None:
+            loop, skips = replace(loop, runs=over.runs), None
         if skips is not None:
             after = tuple(skips.carries.get(v, v) for v in loop.after[:n_carry])
             loop = replace(loop, after=(*after, *loop.after[n_carry:]))
@@ -230,6 +236,18 @@ class LoopForms(ReturningLoops):
             raise OverBudget("steps are skipped as earlier ones decide")
         return flag
 
+    def chosen(self, node: Node, value: int, args: Any) -> Poly:
+        """The form of a result of a cond of two branches.
+
+        Raises:
+            OverBudget: If it is not known what decides.
+        """
+        choice, arms = decides(self.g, node), branch_results(self.g, node, value)
+        if choice is None or len(arms) != 2:
+            raise OverBudget("a choice among several branches")
+        other, one = (self.poly(v, args) for v in arms)
+        return choose(self.alg, self.flag(choice, ()), one, other)
+
     def varies(self, value: int) -> tuple[Index, ...]:
         """The steps of entered loops that a value depends on."""
         loops = self.loops
@@ -329,14 +347,25 @@ class LoopForms(ReturningLoops):
         )
 
     def _opened(self, loop: Loop, k: int, args: Any) -> Poly:
-        """The form of a carry after a step, which is a name in other forms."""
+        """The form of a carry after a step, which is a name in other forms.
+
+        Raises:
+            OverBudget: If a loop that goes back changes it in a step that the other
+                loop skipped.
+        """
         after = loop.after[k]
         name = self.names.pop(after, None)
         try:
-            return self._poly(after, args, FULL)
+            form = self._poly(after, args, FULL)
         finally:
             if name is not None:
                 self.names[after] = name
+        if loop.over is None or loop.runs == TRUE:
+            return form
+        alg, before = self.alg, self.alg.of_atom(self.leaf(loop.before[k], args))
+        if alg.difference(reached(alg, form, alg.negate(loop.runs)), before):
+            raise OverBudget("a loop goes back over steps that may be skipped")
+        return reached(alg, form, loop.runs)
 
     def _summed_steps(
         self, loop: Loop, own: Poly, form: Poly, k: int, args: Any
