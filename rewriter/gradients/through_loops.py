@@ -79,6 +79,12 @@ def _is_in(node: Node, loop: Node) -> bool:
     return False
 
 
+def after_step(graph: Graph, loop: Node, value: int) -> int:
+    """What a step of a scan returns as one of its results."""
+    (scope,) = loop.scope.children[loop.position]
+    return graph.read(scope, counted(loop).body.outvars[loop.outs.index(value)])
+
+
 def carries(loop: Node) -> Iterator[int]:
     """The float carries of a scan before each step."""
     parts = counted(loop)

@@ -35,6 +35,7 @@ from rewriter.algebra.canonicalize.primitives import (
     LAYOUT,
     LAYOUT_PRIMITIVES,
     LOCAL,
+    MOVING,
     STRUCTURAL,
     TRANSPARENT,
     NeedSplit,
@@ -52,6 +53,7 @@ from rewriter.algebra.normal_form import (
 )
 from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Graph, Node
+from rewriter.program.stacked_slices import sliced
 
 
 class Evaluator(Layout, LoopForms, Constants):
@@ -238,6 +240,8 @@ class Evaluator(Layout, LoopForms, Constants):
         elif prim == "gather":
             row = mode == FULL and self.g.dtype(value) == bool
             ok = row or self.expand_all or value in self.inside
+        elif prim == "scan" and sliced(self.g, value, MOVING) is not None:
+            return node if self._has_operands(node) else None
         elif mode == LAYOUT:
             ok = (
                 prim in LAYOUT_PRIMITIVES
@@ -254,7 +258,7 @@ class Evaluator(Layout, LoopForms, Constants):
             if counts and mode == FULL and value not in self.inside:
                 return node
             ok = value in self.inside
-        elif prim == "cond":
+        elif prim in ("cond", "dynamic_update_slice"):
             ok = mode == FULL and value in self.inside
         elif prim in ("dot_general",):
             ok = self.expand_all or value in self.inside or is_local(node)
@@ -268,9 +272,11 @@ class Evaluator(Layout, LoopForms, Constants):
             )
         if not ok:
             return None
-        if self.usable and not all(self._is_available(i) for i in node.ins):
-            return None
-        return node
+        return node if self._has_operands(node) else None
+
+    def _has_operands(self, node: Node) -> bool:
+        """Whether what an equation reads is available where the replacement stands."""
+        return not self.usable or all(self._is_available(i) for i in node.ins)
 
     def _is_available(self, value: int) -> bool:
         """Whether a value is available, or expands into available values."""

@@ -389,7 +389,7 @@ class LoopForms(ReturningLoops):
         inside = {*loop.before, *loop.after[:n]}
         if any(alg.defs[a][1] in inside for a in alg.poly_leaves(terms)):
             raise OverBudget("a step adds what depends on other carries")
-        total = alg.sum_over(terms, [loop.index])
+        total = alg.summed_where_equal(terms, loop.index)
         for a, e in gauge:
             total = alg.mul(total, alg.power(self._last(loop, a), -e))
         return total
