@@ -44,9 +44,10 @@ class Recomputed:
         node = self.g.node_of(value)
         if node is None or node.prim not in OPAQUE or not self.varies(value):
             return None
-        alg = self.alg
-        forms = []
+        alg, steps, forms = self.alg, self.varies(value), []
         for i in node.ins:
-            at = alg.spare_indices(self.g.shape(i), ())
-            forms.append((len(at), alg.freeze(self.poly(i, at))))
+            at = alg.spare_indices(self.g.shape(i), steps)
+            own = alg.spare_indices((alg.sizes[s] for s in steps), (*at, *steps))
+            form = alg.subst(self.poly(i, at), dict(zip(steps, own, strict=True)))
+            forms.append((len(at), alg.freeze(form)))
         return node.signature, *forms
