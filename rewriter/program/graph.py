@@ -114,6 +114,7 @@ class Graph:
         self.per_step: dict[tuple[int, int, bool], int] = {}
         self.slice_of: dict[int, int] = {}
         self.slices: dict[int, dict[int, int]] = {}
+        self.maps: list[tuple[tuple[Any, bool], dict[int, int]]] = []
         self.counters: dict[int, tuple[int, int, int]] = {}
         self.per_device: dict[Any, int] = {}
         self.in_branch: dict[tuple[int, int, int], int] = {}
@@ -315,6 +316,8 @@ class Graph:
             known = self.per_step.get((value, length, not backwards))
             if known is not None:  # rather as the loop had it whose stacks are read
                 known = mates.get(value, known)
+            elif scope.runs_again and not n_carry:  # as the loop had it that runs again
+                known = self._first_run(ins[first:], length, backwards).get(value)
             if known is None:
                 known = self._new(var.aval)
                 self.slice_of[known] = value
@@ -326,19 +329,30 @@ class Graph:
         )
         outs = self._opaque(scope, position, eqn, ins)
         child = scope.children[position][-1]
-        self.slices[outs[-1] if outs else -1] = dict(
-            zip(ins[first:], steps, strict=True)
-        )
+        read = dict(zip(ins[first:], steps, strict=True))
+        self.slices[outs[-1] if outs else -1] = read
+        if not n_carry and not scope.runs_again:
+            self.maps.append(((length, backwards), read))
         for k in range(n_carry):
             self._note_counter(child, n_consts + k, k, ins[n_consts + k], length)
         for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
             self.per_step[value, length, backwards] = self.read(child, var)
-        last = self._loops.first(self, eqn, ins, outs[:n_carry], scope.runs_again)
-        if last != outs[:n_carry]:
-            node = self.producer[outs[0]][0]
-            node.outs = outs = (*last, *outs[n_carry:])
+        same = self._loops.first(self, eqn, ins, outs, scope.runs_again)
+        if same != outs:
+            self.producer[outs[-1]][0].outs = outs = same
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
+
+    def _first_run(
+        self, stacked: Sequence[int], length: Any, backwards: bool
+    ) -> dict[int, int]:
+        """What an earlier loop without carries reads of the same arrays at each step."""
+        alike = [
+            {v: step for v, step in steps.items() if v in stacked}
+            for how, steps in self.maps
+            if how == (length, backwards)
+        ]
+        return max(alike, key=len, default={})
 
     def _written_by(self, stacked: Sequence[int]) -> dict[int, int]:
         """What the loops that stacked some arrays read at each step."""

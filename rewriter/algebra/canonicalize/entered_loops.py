@@ -39,7 +39,7 @@ class Loops:
     """The loops that an evaluator has entered.
 
     Attributes:
-        entered: A loop's last result to it; only that is its own.
+        entered: A loop's equation to it.
         steps: A value that a body reads step by step, to (the whole, the step).
         carries: A carry before a step, to (its loop, its index).
         varying: A value to the steps that it depends on.
@@ -50,7 +50,7 @@ class Loops:
         outdated: How often indices were replaced, after which older forms do not count.
     """
 
-    entered: dict[int, Loop] = field(default_factory=dict)
+    entered: dict[Node, Loop] = field(default_factory=dict)
     steps: dict[int, tuple[int, Index]] = field(default_factory=dict)
     carries: dict[int, tuple[Loop, int]] = field(default_factory=dict)
     varying: dict[int, tuple[Index, ...]] = field(default_factory=dict)

@@ -52,7 +52,7 @@ class LoopForms(ReturningLoops):
             OverBudget: If another loop's body shares values with it.
         """
         loops = self.loops
-        known = loops.entered.get(node.outs[-1])
+        known = loops.entered.get(node)
         if known is not None:
             return known
         parts = counted(node)
@@ -95,7 +95,7 @@ class LoopForms(ReturningLoops):
                 runs = self.alg.both(loop.runs, self._runs(loop, skips))
                 loop = replace(loop, runs=runs)
             except OverBudget:
-                del loops.entered[node.outs[-1]]
+                del loops.entered[node]
                 raise
             self._note(loop)
         return loop
@@ -111,15 +111,15 @@ class LoopForms(ReturningLoops):
         Raises:
             OverBudget: If it reads one that goes the same way.
         """
-        wrote: dict[int, Loop] = {}
-        reads: dict[int, Loop] = {}
+        wrote: dict[Node, Loop] = {}
+        reads: dict[Node, Loop] = {}
         for value, whole in zip(inputs, stacked, strict=True):
             over = self._writer(value, whole)
             if over is not None:
-                wrote[over.node.outs[-1]] = over
+                wrote[over.node] = over
             elif value in self.loops.steps:
                 over = self._reader(value)
-                reads[over.node.outs[-1]] = over
+                reads[over.node] = over
             elif self.g.node_of(value) is not None:
                 raise OverBudget("a loop reads what another one wrote, step by step")
         found = reads | wrote
@@ -127,7 +127,7 @@ class LoopForms(ReturningLoops):
             raise OverBudget("a loop reads what another one wrote, step by step")
         if not found:
             return None
-        last = found.pop(max(wrote or reads))
+        last = found.pop(max(wrote or reads, key=lambda node: max(node.outs)))
         for other in found.values():
             self._count_alike(other.index, last.index)
         return last
@@ -204,13 +204,13 @@ class LoopForms(ReturningLoops):
         return replace(loop, index=index, runs=alg.compare("ge", left, True))
 
     def _forget(self, loop: Loop) -> None:
-        del self.loops.entered[loop.node.outs[-1]]
+        del self.loops.entered[loop.node]
         for value in loop.before:
             del self.loops.carries[value]
         self.loops.varying.clear()
 
     def _note(self, loop: Loop) -> None:
-        self.loops.entered[loop.node.outs[-1]] = loop
+        self.loops.entered[loop.node] = loop
         for k, value in enumerate(loop.before):
             self.loops.carries[value] = loop, k
 
