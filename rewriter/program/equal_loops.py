@@ -134,10 +134,21 @@ class _Keys:
             elif _jax.call_kind(eqn) in ("call", "remat"):
                 body = _jax.call_body(eqn)
                 results = self._results(body, operands, len(eqn.outvars))
+            elif _jax.call_kind(eqn) == "cond":
+                results = self._chosen(eqn, operands)
             if results is None:
                 return None
             known.update(zip(eqn.outvars, results, strict=True))
         return tuple(self._read(known, a) for a in inner.outvars[:count])
+
+    def _chosen(self, eqn: Any, operands: Sequence[int]) -> list[int] | None:
+        """The numbers of the results of a cond; None if they cannot be told."""
+        count, (which, *given) = len(eqn.outvars), operands
+        found = [self._results(b, given, count) for b in eqn.params["branches"]]
+        if None in found:
+            return None
+        each = zip(*found, strict=True)
+        return [self._number(("cond", which, numbers)) for numbers in each]
 
     def _read(self, known: dict[Any, int], atom: Any) -> int:
         if not _jax.is_literal(atom):

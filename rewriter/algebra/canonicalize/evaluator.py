@@ -324,6 +324,7 @@ class Evaluator(Layout, LoopForms, Constants):
             return self.alg.of_atom(self.leaf(value, args)) if known is None else known
         if mode == FULL and (found := counted(self.g, value)) is not None:
             return self._affine(found, args)
+        self.name_recomputed(value)
         node = self._expandable(value, mode)
         if node is None:
             if value in self.g.constants and mode == FULL:

@@ -362,7 +362,7 @@ class LoopForms(ReturningLoops):
                 self.names[after] = name
         if loop.over is None or loop.runs == TRUE:
             return form
-        alg, before = self.alg, self.alg.of_atom(self.leaf(loop.before[k], args))
+        alg, before = self.alg, self.poly(loop.before[k], args)
         if alg.difference(reached(alg, form, alg.negate(loop.runs)), before):
             raise OverBudget("a loop goes back over steps that may be skipped")
         return reached(alg, form, loop.runs)

@@ -19,6 +19,13 @@ class Recomputed:
 
     loops: Loops
 
+    def name_recomputed(self, value: int) -> None:
+        """Gives a value the name of the one that it is computed again from, if any."""
+        if self.loops.entered and value not in self.names:
+            first = self.known_as(value)
+            if first != value and first in self.names:
+                self.names[value] = self.names[first]
+
     def known_as(self, value: int) -> int:
         """The first value of loops that is the same function of equal operands."""
         loops = self.loops
@@ -35,7 +42,6 @@ class Recomputed:
             loops.first_alike[value] = value  # a name while its operands are read
             content = self._function(value)
             if content is not None:
-                content = loops.outdated, content
                 loops.first_alike[value] = loops.functions.setdefault(content, value)
         return loops.first_alike[value]
 
