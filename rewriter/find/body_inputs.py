@@ -108,7 +108,8 @@ def _over_borders(graph: Graph) -> dict[int, int]:
 def _made_of(graph: Graph, whole: int, over: Mapping[int, int]) -> tuple[int, ...]:
     """Integers and booleans that a mask or a bias is made of; ``()`` for other values.
 
-    Blocks that a loop cut out of an array are made of it. A value made by products or by other layers is no mask.
+    Blocks that a loop cut out of an array are made of it. A value made by products or
+    by other layers is no mask.
 
     Args:
         graph: The program.

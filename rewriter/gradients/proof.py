@@ -264,7 +264,9 @@ def _digits(graph: Graph, value: int) -> tuple[int, ...]:
     if node is not None and node.prim == "dynamic_update_slice":
         pairs = zip(graph.shape(at), graph.shape(node.ins[1]), strict=True)
         return tuple(
-            part for n, m in pairs for part in ((n,) if n == m or n % m else (n // m, m))
+            part
+            for n, m in pairs
+            for part in ((n,) if n == m or n % m else (n // m, m))
         )
     return graph.shape(at)
 

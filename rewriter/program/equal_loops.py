@@ -73,9 +73,7 @@ class _Keys:
     graph: Any
     numbers: dict[Hashable, int]
 
-    def of(
-        self, eqn: Any, ins: Sequence[int]
-    ) -> list[tuple[Hashable, slice]]:
+    def of(self, eqn: Any, ins: Sequence[int]) -> list[tuple[Hashable, slice]]:
         """What results of a scan are, as far as it is told, and which ones."""
         body, n_consts, n_carry, length = _jax.scan_parts(eqn)
         if eqn.effects:

@@ -346,7 +346,7 @@ class Graph:
     def _first_run(
         self, stacked: Sequence[int], length: Any, backwards: bool
     ) -> dict[int, int]:
-        """What an earlier loop without carries reads of the same arrays at each step."""
+        """What an earlier loop without carries reads of these arrays at each step."""
         alike = [
             {v: step for v, step in steps.items() if v in stacked}
             for how, steps in self.maps

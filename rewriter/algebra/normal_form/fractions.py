@@ -40,7 +40,9 @@ class Fractions:
             if not lead or not self._divides(lead, mono):
                 continue
             shared = self.monomial((*mono, *((a, -x) for a, x in lead)))
-            terms = {(flag, self.monomial((*shared, *t))): x for (_, t), x in base.items()}
+            terms = {
+                (flag, self.monomial((*shared, *t))): x for (_, t), x in base.items()
+            }
             if all(
                 t in p and math.isclose(p[t], c / k * x, rel_tol=1e-9)
                 for t, x in terms.items()

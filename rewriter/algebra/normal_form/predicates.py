@@ -236,8 +236,8 @@ class Predicates:
     def _divided(self, p: Poly, coefficients: Sequence[float]) -> Poly:
         """A form that is at least 0 exactly where an integer form is, divided by g.
 
-        ``g x + r >= 0`` is ``x + floor(r / g) >= 0``, if that floor is one number: where
-        r is a number, or a position in a block of g.
+        ``g x + r >= 0`` is ``x + floor(r / g) >= 0``, if that floor is one number. So
+        it is where r is a number, or a position in a block of g.
         """
         sizes = {int(abs(c)) for c in coefficients}
         for g in sorted({*sizes, math.gcd(*sizes)} - {1}, reverse=True):
