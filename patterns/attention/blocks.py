@@ -89,11 +89,15 @@ def _adds_products(find: Finder, value: int) -> bool:
     return all(_adds_products(find, i) for i in node.ins)
 
 
-def weighs_once(find: Finder, weights: int) -> bool:
-    """Whether one contraction reads the weights, ignoring reads by their gradients."""
-    same = [weights, *find.regions.chain(weights, lambda n: n.prim in MOVED)]
-    users = (node for v in same for node in find.graph.users(v))
-    return len({id(n) for n in users if n.prim == "dot_general"}) <= 1
+def exponentials(find: Finder, value: int, found: Blocks) -> set[int]:
+    """The results of exponentials that a value is computed from through its weights."""
+    starts = [value, *(n.ins[k] for n, k in found.products)]
+    return set().union(*(_seen_above(find, v) for v in starts))
+
+
+def _seen_above(find: Finder, value: int) -> set[int]:
+    nodes = {v: find.graph.node_of(v) for v in _above(find, value)[2]}
+    return {v for v, n in nodes.items() if n is not None and n.prim in ("exp", "exp2")}
 
 
 def _exits(find: Finder) -> dict[int, list[int]]:
@@ -121,7 +125,7 @@ def _results(find: Finder, scan: Node) -> list[tuple[int, int]]:
 
 def blocks(find: Finder, value: int) -> Blocks | None:
     """The contractions that a value is computed from, if they are over blocks."""
-    dots, scans = _above(find, value)
+    dots, scans, _ = _above(find, value)
     here = {id(n) for n in dots}
     weighed = {
         id(n): [
@@ -149,7 +153,7 @@ def weighing(
         weights: The exponential of all scores.
         scores: The contractions that the scores come from.
     """
-    dots, _ = _above(find, value)
+    dots, _, _ = _above(find, value)
     sides = [
         [k for k, i in enumerate(n.ins) if find.regions.depends(i, weights)]
         for n in dots
@@ -160,8 +164,8 @@ def weighing(
     return Blocks(scores, products, at_once=True)
 
 
-def _above(find: Finder, value: int) -> tuple[list[Node], set[int]]:
-    """(contractions, results of scans) on the way to a value."""
+def _above(find: Finder, value: int) -> tuple[list[Node], set[int], set[int]]:
+    """(contractions, results of scans, all values) on the way to a value."""
     g = find.graph
     dots: dict[int, Node] = {}
     scans: set[int] = set()
@@ -187,4 +191,4 @@ def _above(find: Finder, value: int) -> tuple[list[Node], set[int]]:
             if i not in seen and i not in g.constants:
                 seen.add(i)
                 queue.append(i)
-    return list(dots.values()), scans
+    return list(dots.values()), scans, seen

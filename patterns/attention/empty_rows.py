@@ -311,7 +311,7 @@ class _Row:
 
     def _scan(self, node: Node, value: int) -> Abstract:
         """A loop over blocks of keys, step by step; the row is masked in each."""
-        loop = self.ev.loops.entered.get(node.outs[-1])
+        loop = self.ev.loops.entered.get(node)
         if loop is None or loop.runs != TRUE:
             return UNKNOWN
         length = 1 if loop.index is None else self.ev.alg.sizes[loop.index]

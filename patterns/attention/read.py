@@ -25,9 +25,9 @@ from rewriter.patterns.attention.assembly import NAME, assembled
 from rewriter.patterns.attention.blocks import (
     Blocks,
     blocks,
+    exponentials,
     results,
     weighing,
-    weighs_once,
 )
 from rewriter.patterns.attention.exponents import added_to_rows
 from rewriter.patterns.attention.joined import over_all_keys
@@ -57,6 +57,8 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     ]
     if not scores or find.known_empty(NAME, anchor):
         return
+    if anchor.outs[0] in find.cache.get("exponentials of blocks", ()):
+        return  # part of an attention that is found
     if _has_a_rule(find, anchor):
         why = "the softmax has a custom rule for derivatives, which may be another one"
         find.missed(NAME, anchor, Refused("rule", why, score=0.5))
@@ -104,8 +106,6 @@ def _in_blocks(
         )
         if found is None or (pv.outs[0] not in {n.outs[0] for n, _ in found.products}):
             continue
-        if not found.scans and not weighs_once(find, anchor.outs[0]):
-            continue  # differentiated: it would be left as written, after a long search
         failed = find.cache.get("failed blocks", 0)
         find.cache["failed blocks"] = failed + 1
         try:
@@ -117,6 +117,8 @@ def _in_blocks(
             continue
         if find.done(NAME, value):
             find.cache["failed blocks"] = failed
+            inside = find.cache.setdefault("exponentials of blocks", set())
+            inside |= exponentials(find, value, found)
             return
 
 

@@ -6,8 +6,8 @@ loop. From the mask alone no structure can be read. So a replacement may ask for
 the mask was made of: segments, lengths, or booleans of keys. Positions are made anew.
 
 A new input is no larger than the mask, or it is an argument of the program, which is
-in memory anyway. It holds integers or booleans: nothing that has a gradient crosses a
-body's border in a new way.
+in memory anyway. It holds integers or booleans, or it is an array whose blocks, stacked
+by a loop, the body has: its gradient is then of the array.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rewriter import _jax
-from rewriter.algebra.canonicalize import is_local
+from rewriter.algebra.canonicalize import MOVING, is_local
 from rewriter.program.graph import Graph, Scope
+from rewriter.program.stacked_slices import sliced
 
 GIVES = frozenset({"remat", "scan", "while", "cond", "shard_map"})
 """Bodies that can get new inputs. Others have derivative rules that count inputs."""
@@ -107,7 +108,8 @@ def _over_borders(graph: Graph) -> dict[int, int]:
 def _made_of(graph: Graph, whole: int, over: Mapping[int, int]) -> tuple[int, ...]:
     """Integers and booleans that a mask or a bias is made of; ``()`` for other values.
 
-    A value made by products or by other layers is no mask.
+    Blocks that a loop cut out of an array are made of it. A value made by products or
+    by other layers is no mask.
 
     Args:
         graph: The program.
@@ -116,6 +118,9 @@ def _made_of(graph: Graph, whole: int, over: Mapping[int, int]) -> tuple[int, ..
     """
     if len(graph.shape(whole)) < 2 or not _has_size(graph, whole):
         return ()
+    array = sliced(graph, whole, MOVING)
+    if array is not None:
+        return (array,)
     seen, queue, found = {whole}, [whole], []
     while queue:
         value = queue.pop()

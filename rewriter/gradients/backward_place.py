@@ -47,7 +47,8 @@ def residuals_place(
         return found
     body, _ = home_of(_scope_of_gradients(backward, graph))
     if body.runs_again and not _gives_up(backward, graph, match, body):
-        return _made_anew(backward, regions, match, body)
+        anew = _made_anew(backward, regions, match, body)
+        return anew or _in_recomputed_loop(backward, regions, match, body)
     for scope, position in free:
         bodies = route(backward, graph, scope)
         if bodies and _before(scope, position, bodies[0]):
@@ -97,6 +98,29 @@ def _made_anew(
     if not all(_free(known[v][1], body) for v in leaves):
         return None
     return (scope, position), position
+
+
+def _in_recomputed_loop(
+    backward: Backward, regions: Regions, match: Match, body: Scope
+) -> tuple[tuple[Scope, int], int] | None:
+    """The place in a loop of the same recomputation, which has all leaves.
+
+    It stacks residuals for the loop of the gradients, which lacks a leaf such as the
+    position of a block of queries.
+    """
+    if body.kind != "scan" or body.parent is None:
+        return None
+    for children in body.parent.children.values():
+        scope, defined = children[0], regions.place(children[0]).defined
+        had = [defined.get(v) for _, v in match.leaves]
+        if scope is body or any(f is None or f[1] is not scope for f in had):
+            continue
+        at = max(0, *(int(path[0]) for path, _, _ in had))
+        bodies = route(backward, regions.graph, scope)
+        clear = not obstacle(match, scope, regions)
+        if clear and bodies and _before(scope, at, bodies[0]):
+            return (scope, at), at
+    return None
 
 
 ROOM = 2

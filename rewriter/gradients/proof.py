@@ -35,7 +35,7 @@ from rewriter.gradients.cotangents import (
 )
 from rewriter.gradients.reference import unread, wanted_at
 from rewriter.gradients.shared import Shares, may_be_zero, shares
-from rewriter.gradients.through_loops import carries
+from rewriter.gradients.through_loops import after_step, carries
 from rewriter.program.graph import Graph
 
 
@@ -249,14 +249,25 @@ class _Forms:
 
 
 def _digits(graph: Graph, value: int) -> tuple[int, ...]:
-    """The sizes of the axes that were joined into a value's axes, if it is reshaped."""
+    """The sizes of the axes that were joined into a value's axes.
+
+    It is a reshaped array, or one to which each step of a loop adds a block.
+    """
     at, node = value, graph.node_of(value)
     while node is not None and (
-        node.prim in TRANSPARENT or node.prim in ("add_any", "convert_element_type")
+        node.prim in TRANSPARENT | {"scan", "add_any", "convert_element_type"}
     ):
-        at, node = node.ins[-1], graph.node_of(node.ins[-1])
+        at = after_step(graph, node, at) if node.prim == "scan" else node.ins[-1]
+        node = graph.node_of(at)
     if node is not None and node.prim == "reshape":
         at = node.ins[0]
+    if node is not None and node.prim == "dynamic_update_slice":
+        pairs = zip(graph.shape(at), graph.shape(node.ins[1]), strict=True)
+        return tuple(
+            part
+            for n, m in pairs
+            for part in ((n,) if n == m or n % m else (n // m, m))
+        )
     return graph.shape(at)
 
 
@@ -279,6 +290,7 @@ def _joined(
     return tuple(out)
 
 
+OPENED = CONTRACTIONS | {"scan", "cond", "dynamic_update_slice"}
 SAME, ZERO, OTHER = "same", "zero", "other"
 
 
@@ -296,8 +308,9 @@ def _equal(
     """
     alg = ev.alg
     try:
-        form = own(functools.reduce(alg.add, (ev.poly(v, at) for v in values)))
-        other = wanted.poly(out, at)
+        whole = functools.reduce(alg.add, (ev.poly(v, at) for v in values))
+        form = alg.without_implied(own(whole))
+        other = alg.without_implied(wanted.poly(out, at))
     except NeedSplit as need:
         found = set()
         for _, part in pieces(alg, need):
@@ -319,7 +332,7 @@ def _evaluator(
         v
         for v in parts
         if (node := graph.node_of(v)) is not None
-        and (node.prim in CONTRACTIONS or node.prim == "scan" or is_pick(node))
+        and (node.prim in OPENED or is_pick(node))
     )
     known, core = match.reading.evaluator, None
     taken_over = match.reading.proof is not None  # also what scores are computed with
@@ -331,6 +344,7 @@ def _evaluator(
         graph,
         match.reading.algebra,
         core=core,
+        at_hand=known.at_hand if core is not None else None,
         names={v: v for v in stops if kind_of(graph.dtype(v)) != "b"},
         inside=dots,
         full_sides=frozenset((v, k) for v in dots for k in (0, 1)),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 
 import jax.numpy as jnp
 
 from rewriter.program.counted import counted
 from rewriter.program.graph import Graph, Node
+from rewriter.program.skipped import branch_results
 
 
 def through(
@@ -29,7 +30,7 @@ def through(
     first = parts.n_consts
     given = [scope.env[v] for v in parts.body.invars[first:]]
     results = [graph.read(scope, v) for v in parts.body.outvars]
-    outside = dict(zip(given, parts.ins[first:], strict=True))
+    outside = dict(_wholes(graph, given, parts.ins[first:]))
     carried = dict(zip(given, results[: parts.n_carry], strict=False))
     own = {v for v, (position, _) in scope.first_var.items() if position >= 0}
     seen: set[int] = set()
@@ -46,9 +47,25 @@ def through(
             stack += [carried[current]] if current in carried else []
         elif node is None or not (current in own or _is_in(node, loop)):
             found[current] = None
+        elif node.prim == "cond":
+            stack += (node.ins[0], *branch_results(graph, node, current))
         else:
             stack += node.ins
     return frozenset(seen - outside.keys() - found.keys()), tuple(found)
+
+
+def _wholes(
+    graph: Graph, given: Sequence[int], outside: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Pairs of what a step is given, and what that is a part of outside.
+
+    What a cond returned step by step is known in a branch as what its branch returned.
+    """
+    for value, whole in zip(given, outside, strict=True):
+        node = graph.node_of(value)
+        if node is not None and node.prim == "cond":
+            yield from ((v, whole) for v in branch_results(graph, node, value))
+        yield value, whole
 
 
 def _is_in(node: Node, loop: Node) -> bool:
@@ -60,6 +77,12 @@ def _is_in(node: Node, loop: Node) -> bool:
                 return True
             scope = scope.parent
     return False
+
+
+def after_step(graph: Graph, loop: Node, value: int) -> int:
+    """What a step of a scan returns as one of its results."""
+    (scope,) = loop.scope.children[loop.position]
+    return graph.read(scope, counted(loop).body.outvars[loop.outs.index(value)])
 
 
 def carries(loop: Node) -> Iterator[int]:

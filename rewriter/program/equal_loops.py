@@ -1,7 +1,8 @@
-"""Finds loops that compute the same last carries, whatever else they stack.
+"""Finds loops that compute the same results, whatever else they stack.
 
 A checkpoint's recomputation runs a loop again, and stacks what its gradients read. So
-its equation differs from that of the first run. Its carries are the same.
+its equation differs from that of the first run. Its carries are the same. So is what a
+loop without carries stacks, such as the positions of blocks.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ class Loops:
 
     Attributes:
         numbers: By content, the number of a value of a body.
-        carries: By what they are, the last carries of the first such loop.
-        seen: Loops that are not in `carries` yet: what they are is told once there is a
+        results: By what they are, results of the first such loop.
+        seen: Loops that are not in `results` yet: what they are is told once there is a
             recomputation.
     """
 
     numbers: dict[Hashable, int] = field(default_factory=dict)
-    carries: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
+    results: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     seen: list[tuple[Any, Sequence[int], tuple[int, ...]]] = field(default_factory=list)
 
     def first(
         self, graph: Any, eqn: Any, ins: Sequence[int], outs: Sequence[int], again: bool
     ) -> tuple[int, ...]:
-        """The last carries of the first loop that has the same ones as a recomputation.
+        """The results of a loop, where a recomputation has them from an earlier one.
 
         Args:
             graph: The graph that it is in. It is not kept: it has these loops.
             eqn: A scan.
             ins: Its operands, as values of the graph.
-            outs: Its last carries, as values of the graph; they are returned if there
-                is no earlier such loop.
+            outs: Its results, as values of the graph; they are returned if there is no
+                earlier such loop.
             again: Whether it is part of a checkpoint's recomputation.
         """
         if not again:
@@ -52,15 +53,17 @@ class Loops:
             return tuple(outs)
         while self.seen:
             earlier, its_ins, its_outs = self.seen.pop(0)
-            key = _Keys(graph, self.numbers).of(earlier, its_ins)
-            self.carries.setdefault(key, its_outs)
-        key = _Keys(graph, self.numbers).of(eqn, ins)
-        return self.carries.get(key or object(), tuple(outs))
+            for key, part in _Keys(graph, self.numbers).of(earlier, its_ins):
+                self.results.setdefault(key, its_outs[part])
+        same = list(outs)
+        for key, part in _Keys(graph, self.numbers).of(eqn, ins):
+            same[part] = self.results.get(key, same[part])
+        return tuple(same)
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """What the last carries of loops are.
+    """What the last carries of loops are, or what loops without carries stack.
 
     Attributes:
         graph: The graph that they are in.
@@ -70,11 +73,11 @@ class _Keys:
     graph: Any
     numbers: dict[Hashable, int]
 
-    def of(self, eqn: Any, ins: Sequence[int]) -> Hashable:
-        """What the last carries of a scan are; None if that is not told."""
+    def of(self, eqn: Any, ins: Sequence[int]) -> list[tuple[Hashable, slice]]:
+        """What results of a scan are, as far as it is told, and which ones."""
         body, n_consts, n_carry, length = _jax.scan_parts(eqn)
-        if eqn.effects or not n_carry:
-            return None
+        if eqn.effects:
+            return []
         given = []
         for k, value in enumerate(ins):
             if k < n_consts:
@@ -82,8 +85,13 @@ class _Keys:
             else:
                 place = min(k - n_consts, n_carry)  # which carry, or a step of an array
                 given.append(self._number(("input", place, value)))
-        outs = self._results(body, given, n_carry)
-        return None if outs is None else (length, bool(eqn.params["reverse"]), outs)
+        how = length, bool(eqn.params["reverse"])
+        outs = self._results(body, given, n_carry or len(eqn.outvars))
+        if outs is None:
+            return []
+        if n_carry:
+            return [((*how, outs), slice(0, n_carry))]
+        return [((*how, "each", x), slice(k, k + 1)) for k, x in enumerate(outs)]
 
     def _outside(self, value: int, depth: int) -> int:
         """The number of a value that every step reads; some loops make it themselves.
@@ -124,10 +132,21 @@ class _Keys:
             elif _jax.call_kind(eqn) in ("call", "remat"):
                 body = _jax.call_body(eqn)
                 results = self._results(body, operands, len(eqn.outvars))
+            elif _jax.call_kind(eqn) == "cond":
+                results = self._chosen(eqn, operands)
             if results is None:
                 return None
             known.update(zip(eqn.outvars, results, strict=True))
         return tuple(self._read(known, a) for a in inner.outvars[:count])
+
+    def _chosen(self, eqn: Any, operands: Sequence[int]) -> list[int] | None:
+        """The numbers of the results of a cond; None if they cannot be told."""
+        count, (which, *given) = len(eqn.outvars), operands
+        found = [self._results(b, given, count) for b in eqn.params["branches"]]
+        if None in found:
+            return None
+        each = zip(*found, strict=True)
+        return [self._number(("cond", which, numbers)) for numbers in each]
 
     def _read(self, known: dict[Any, int], atom: Any) -> int:
         if not _jax.is_literal(atom):

@@ -18,6 +18,7 @@ import numpy as np
 from rewriter import _jax
 from rewriter.program.equal_constants import Constants
 from rewriter.program.equal_loops import Loops
+from rewriter.program.step_reads import StepReads
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +114,6 @@ class Graph:
         self.fresh_in: dict[int, Scope] = {}
         self.per_step: dict[tuple[int, int, bool], int] = {}
         self.slice_of: dict[int, int] = {}
-        self.slices: dict[int, dict[int, int]] = {}
         self.counters: dict[int, tuple[int, int, int]] = {}
         self.per_device: dict[Any, int] = {}
         self.in_branch: dict[tuple[int, int, int], int] = {}
@@ -122,7 +122,7 @@ class Graph:
         self._known: dict[Any, Any] = {}
         self._signatures: dict[Any, int] = {}
         self._signatures_in: dict[int, list[int]] = {}
-        self._equal, self._loops = Constants(), Loops()
+        self._equal, self._loops, self._reads = Constants(), Loops(), StepReads()
         self._literals: dict[Any, int] = {}
         self._user_rules: dict[Any, bool] = dict.fromkeys(proved, True)
         self.top = Scope("top", None, -1, 0, closed_jaxpr)
@@ -310,11 +310,14 @@ class Graph:
         """A loop. Slices that its backward loop reads are values that it stacked."""
         body, n_consts, n_carry, length = _jax.scan_parts(eqn)
         first, backwards = n_consts + n_carry, bool(eqn.params["reverse"])
-        steps, mates = [], self._written_by(ins[first:])
+        how = length, backwards
+        steps, mates = [], self._reads.written_by(ins[first:], self.node_of)
         for value, var in zip(ins[first:], body.invars[first:], strict=True):
             known = self.per_step.get((value, length, not backwards))
             if known is not None:  # rather as the loop had it whose stacks are read
                 known = mates.get(value, known)
+            elif scope.runs_again and not n_carry:  # as the loop had it that runs again
+                known = self._reads.first_run(ins[first:], how).get(value)
             if known is None:
                 known = self._new(var.aval)
                 self.slice_of[known] = value
@@ -326,28 +329,19 @@ class Graph:
         )
         outs = self._opaque(scope, position, eqn, ins)
         child = scope.children[position][-1]
-        self.slices[outs[-1] if outs else -1] = dict(
-            zip(ins[first:], steps, strict=True)
-        )
+        read = dict(zip(ins[first:], steps, strict=True))
+        self._reads.by_result[outs[-1] if outs else -1] = read
+        if not n_carry and not scope.runs_again:
+            self._reads.maps.append((how, read))
         for k in range(n_carry):
             self._note_counter(child, n_consts + k, k, ins[n_consts + k], length)
         for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
             self.per_step[value, length, backwards] = self.read(child, var)
-        last = self._loops.first(self, eqn, ins, outs[:n_carry], scope.runs_again)
-        if last != outs[:n_carry]:
-            node = self.producer[outs[0]][0]
-            node.outs = outs = (*last, *outs[n_carry:])
+        same = self._loops.first(self, eqn, ins, outs, scope.runs_again)
+        if same != outs:
+            self.producer[outs[-1]][0].outs = outs = same
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
-
-    def _written_by(self, stacked: Sequence[int]) -> dict[int, int]:
-        """What the loops that stacked some arrays read at each step."""
-        found: dict[int, int] = {}
-        for value in stacked:
-            node = self.node_of(value)
-            if node is not None and node.prim == "scan":
-                found |= self.slices.get(node.outs[-1], {})
-        return found
 
     def _note_counter(self, body: Scope, at: int, k: int, first: int, length: Any):
         """Notes a carry to which each step adds the same number."""

@@ -64,7 +64,7 @@ def changed(graph: Graph, old: int, new: int) -> tuple[int, bool, int] | None:
         return None
     if node.prim == "cond":
         arms = branch_results(graph, node, new)
-        choice = _boolean(graph, node.ins[0])
+        choice = decides(graph, node)
     elif node.prim == "select_n":
         arms = list(node.ins[1:])
         choice = _number(graph, node.ins[0])
@@ -93,8 +93,9 @@ def _as_it_is(graph: Graph, value: int) -> int:
     return below if graph.dtype(below) == graph.dtype(value) else value
 
 
-def _boolean(graph: Graph, index: int) -> int | None:
+def decides(graph: Graph, cond: Node) -> int | None:
     """The boolean that the index of a cond of two branches is made of."""
+    index = cond.ins[0]
     node = graph.node_of(index)
     if node is not None and node.prim == "convert_element_type":
         index = node.ins[0]

@@ -35,7 +35,8 @@ def replace(
 ) -> tuple[ClosedJaxpr, Origins | None]:
     """Returns the program with the splices made, and the origins of its equations.
 
-    That is not known if splices hand residuals from body to body.
+    That is not known if splices hand residuals from body to body, or leave a loop's
+    stacks unread in a checkpoint.
 
     Raises:
         NotPlaced: If a replacement cannot be traced where it stands.
@@ -45,7 +46,7 @@ def replace(
         return top.jaxpr, None
     work = _Work(regions, splices)
     program = work.body(top)
-    if work.carried or work.plan.given:
+    if work.carried or work.plan.given or work.leaves_stacks:
         return _jax.pruned(program), None
     frame, position = work.frames[id(top)], {}
     for at, (lo, hi) in enumerate(itertools.pairwise([0, *frame.ends])):
@@ -69,6 +70,7 @@ class _Work:
         self.results: dict[int, dict[int, Any]] = {}
         self.residuals: dict[int, Any] = {}
         self.shared: frozenset[int] = frozenset()
+        self.leaves_stacks = False
 
     def _given_to(self, body: Scope) -> list[Any]:
         """What carries, around a body, the values that it is given."""
@@ -82,6 +84,7 @@ class _Work:
         if id(scope) not in self.plan.rewritten and not self.plan.is_any_inlined(scope):
             return scope.jaxpr
         frame = self.frames[id(scope)] = Frame()
+        self.leaves_stacks |= scope.kind == "scan" and scope.runs_again
         more: list[Any] = []
         for splice in self.plan.read_in.get(id(scope), ()):
             avals = self._avals_in(scope, splice)

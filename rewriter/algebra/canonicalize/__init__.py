@@ -14,6 +14,7 @@ from rewriter.algebra.canonicalize import one_row as one_row
 from rewriter.algebra.canonicalize import picks as picks
 from rewriter.algebra.canonicalize import predicates as predicates
 from rewriter.algebra.canonicalize import row_sums as row_sums
+from rewriter.algebra.canonicalize import updates as updates
 from rewriter.algebra.canonicalize.arithmetic import sigmoid, tanh
 from rewriter.algebra.canonicalize.contraction import ragged_axes
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of
@@ -28,6 +29,7 @@ from rewriter.algebra.canonicalize.primitives import (
     LAYOUT,
     LAYOUT_PRIMITIVES,
     LOCAL,
+    MOVING,
     STRUCTURAL,
     TRANSPARENT,
     NeedSplit,
@@ -37,9 +39,30 @@ from rewriter.algebra.canonicalize.primitives import (
 from rewriter.algebra.canonicalize.row_axes import row_axes, row_order
 
 __all__ = [
-    "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "STRUCTURAL",
-    "TRANSPARENT", "Evaluator", "NeedSplit", "Pages", "adds_zero", "interval",
-    "is_local", "is_lossless", "is_pick", "kind_of", "log_may_be_infinite", "of_dtype",
-    "pieces", "ragged_axes", "row_axes", "row_order", "sigmoid", "tanh",
-    "values_named", "within",
+    "FULL",
+    "LAYOUT",
+    "LAYOUT_PRIMITIVES",
+    "LOCAL",
+    "MOVING",
+    "STRUCTURAL",
+    "TRANSPARENT",
+    "Evaluator",
+    "NeedSplit",
+    "Pages",
+    "adds_zero",
+    "interval",
+    "is_local",
+    "is_lossless",
+    "is_pick",
+    "kind_of",
+    "log_may_be_infinite",
+    "of_dtype",
+    "pieces",
+    "ragged_axes",
+    "row_axes",
+    "row_order",
+    "sigmoid",
+    "tanh",
+    "values_named",
+    "within",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ def _elementwise(name: str, f: Callable[..., Poly]) -> None:
     RULES[name] = lambda ev, node, args, mode: f(ev, *ev.operands(node, args, mode))
 
 
-_elementwise("add_any", lambda ev, a, b: ev.alg.add(a, b))  # a + b
+_elementwise("add_any", lambda ev, a, b: ev.alg.cancelled(ev.alg.add(a, b)))  # a + b
 _elementwise("neg", lambda ev, a: ev.alg.scale(a, -1.0))  # -a
 _elementwise("sqrt", lambda ev, a: ev.alg.power(a, Fraction(1, 2)))  # a^1/2
 _elementwise("rsqrt", lambda ev, a: ev.alg.power(a, Fraction(-1, 2)))  # a^-1/2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from rewriter.algebra.normal_form import TRUE, Index, Poly
@@ -38,20 +39,24 @@ class Loops:
     """The loops that an evaluator has entered.
 
     Attributes:
-        entered: A loop's last result to it; only that is its own.
+        entered: A loop's equation to it.
         steps: A value that a body reads step by step, to (the whole, the step).
         carries: A carry before a step, to (its loop, its index).
         varying: A value to the steps that it depends on.
         closed: A carry of a loop that goes back over another one's steps, to (its
             index arguments, its form before a step); None if that is not known.
+        functions: What an opaque value is a function of, to the first such value.
+        first_alike: An opaque value to the first that is the same function.
         outdated: How often indices were replaced, after which older forms do not count.
     """
 
-    entered: dict[int, Loop] = field(default_factory=dict)
+    entered: dict[Node, Loop] = field(default_factory=dict)
     steps: dict[int, tuple[int, Index]] = field(default_factory=dict)
     carries: dict[int, tuple[Loop, int]] = field(default_factory=dict)
     varying: dict[int, tuple[Index, ...]] = field(default_factory=dict)
     closed: dict[int, tuple[tuple[Index, ...], Poly] | None] = field(
         default_factory=dict
     )
+    functions: dict[Hashable, int] = field(default_factory=dict)
+    first_alike: dict[int, int] = field(default_factory=dict)
     outdated: int = 0

@@ -35,6 +35,7 @@ from rewriter.algebra.canonicalize.primitives import (
     LAYOUT,
     LAYOUT_PRIMITIVES,
     LOCAL,
+    MOVING,
     STRUCTURAL,
     TRANSPARENT,
     NeedSplit,
@@ -52,6 +53,7 @@ from rewriter.algebra.normal_form import (
 )
 from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Graph, Node
+from rewriter.program.stacked_slices import sliced
 
 
 class Evaluator(Layout, LoopForms, Constants):
@@ -213,7 +215,8 @@ class Evaluator(Layout, LoopForms, Constants):
     def leaf(self, value: int, args: tuple[Index, ...]) -> int:
         """The atom of an opaque value."""
         if value not in self.names:
-            self.names[value] = ("own", value) if self.private else value
+            known = ("own", value) if self.private else self.known_as(value)
+            self.names[value] = known
         self.leaf_values.add(value)
         name = self.names[value]
         if not self.private and name not in self.alg.leaf_range:
@@ -237,6 +240,8 @@ class Evaluator(Layout, LoopForms, Constants):
         elif prim == "gather":
             row = mode == FULL and self.g.dtype(value) == bool
             ok = row or self.expand_all or value in self.inside
+        elif prim == "scan" and sliced(self.g, value, MOVING) is not None:
+            return node if self._has_operands(node) else None
         elif mode == LAYOUT:
             ok = (
                 prim in LAYOUT_PRIMITIVES
@@ -253,6 +258,8 @@ class Evaluator(Layout, LoopForms, Constants):
             if counts and mode == FULL and value not in self.inside:
                 return node
             ok = value in self.inside
+        elif prim in ("cond", "dynamic_update_slice"):
+            ok = mode == FULL and value in self.inside
         elif prim in ("dot_general",):
             ok = self.expand_all or value in self.inside or is_local(node)
         else:
@@ -265,9 +272,11 @@ class Evaluator(Layout, LoopForms, Constants):
             )
         if not ok:
             return None
-        if self.usable and not all(self._is_available(i) for i in node.ins):
-            return None
-        return node
+        return node if self._has_operands(node) else None
+
+    def _has_operands(self, node: Node) -> bool:
+        """Whether what an equation reads is available where the replacement stands."""
+        return not self.usable or all(self._is_available(i) for i in node.ins)
 
     def _is_available(self, value: int) -> bool:
         """Whether a value is available, or expands into available values."""
@@ -315,6 +324,7 @@ class Evaluator(Layout, LoopForms, Constants):
             return self.alg.of_atom(self.leaf(value, args)) if known is None else known
         if mode == FULL and (found := counted(self.g, value)) is not None:
             return self._affine(found, args)
+        self.name_recomputed(value)
         node = self._expandable(value, mode)
         if node is None:
             if value in self.g.constants and mode == FULL:
@@ -332,6 +342,8 @@ class Evaluator(Layout, LoopForms, Constants):
             return {} if source is None else self.poly(source, at, mode)
         if prim in LOOPS:
             return self.scanned(node, value, args, mode)
+        if prim == "cond":
+            return self.chosen(node, value, args)
         rule = RULES.get(prim)
         if prim in ("convert_element_type", "stop_gradient"):
             form = self._cast(node, value, args, mode)

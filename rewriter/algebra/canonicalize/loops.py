@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rewriter.algebra.canonicalize.choice import choose, reached
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.entered_loops import Loop
 from rewriter.algebra.canonicalize.intervals import of_dtype, within
@@ -30,7 +31,12 @@ from rewriter.algebra.canonicalize.returning_loops import ReturningLoops
 from rewriter.algebra.normal_form import TRUE, Index, Monomial, OverBudget, Poly
 from rewriter.program.counted import Condition, Counted, counted
 from rewriter.program.graph import Node
-from rewriter.program.skipped import Skipped, skipped
+from rewriter.program.skipped import (
+    Skipped,
+    branch_results,
+    decides,
+    skipped,
+)
 
 MOST_STEPS = 2**24
 """The most steps of a while loop that is read."""
@@ -46,7 +52,7 @@ class LoopForms(ReturningLoops):
             OverBudget: If another loop's body shares values with it.
         """
         loops = self.loops
-        known = loops.entered.get(node.outs[-1])
+        known = loops.entered.get(node)
         if known is not None:
             return known
         parts = counted(node)
@@ -70,8 +76,8 @@ class LoopForms(ReturningLoops):
         if parts.condition is not None:
             loop = self._with_steps(loop, parts.condition)
         skips = self._skipped(loop)
-        if over is not None and (skips is not None or over.runs != TRUE):
-            raise OverBudget("a loop goes back over steps that may be skipped")
+        if over is not None:
+            loop, skips = replace(loop, runs=over.runs), None
         if skips is not None:
             after = tuple(skips.carries.get(v, v) for v in loop.after[:n_carry])
             loop = replace(loop, after=(*after, *loop.after[n_carry:]))
@@ -89,7 +95,7 @@ class LoopForms(ReturningLoops):
                 runs = self.alg.both(loop.runs, self._runs(loop, skips))
                 loop = replace(loop, runs=runs)
             except OverBudget:
-                del loops.entered[node.outs[-1]]
+                del loops.entered[node]
                 raise
             self._note(loop)
         return loop
@@ -105,15 +111,15 @@ class LoopForms(ReturningLoops):
         Raises:
             OverBudget: If it reads one that goes the same way.
         """
-        wrote: dict[int, Loop] = {}
-        reads: dict[int, Loop] = {}
+        wrote: dict[Node, Loop] = {}
+        reads: dict[Node, Loop] = {}
         for value, whole in zip(inputs, stacked, strict=True):
             over = self._writer(value, whole)
             if over is not None:
-                wrote[over.node.outs[-1]] = over
+                wrote[over.node] = over
             elif value in self.loops.steps:
                 over = self._reader(value)
-                reads[over.node.outs[-1]] = over
+                reads[over.node] = over
             elif self.g.node_of(value) is not None:
                 raise OverBudget("a loop reads what another one wrote, step by step")
         found = reads | wrote
@@ -121,7 +127,7 @@ class LoopForms(ReturningLoops):
             raise OverBudget("a loop reads what another one wrote, step by step")
         if not found:
             return None
-        last = found.pop(max(wrote or reads))
+        last = found.pop(max(wrote or reads, key=lambda node: max(node.outs)))
         for other in found.values():
             self._count_alike(other.index, last.index)
         return last
@@ -198,13 +204,13 @@ class LoopForms(ReturningLoops):
         return replace(loop, index=index, runs=alg.compare("ge", left, True))
 
     def _forget(self, loop: Loop) -> None:
-        del self.loops.entered[loop.node.outs[-1]]
+        del self.loops.entered[loop.node]
         for value in loop.before:
             del self.loops.carries[value]
         self.loops.varying.clear()
 
     def _note(self, loop: Loop) -> None:
-        self.loops.entered[loop.node.outs[-1]] = loop
+        self.loops.entered[loop.node] = loop
         for k, value in enumerate(loop.before):
             self.loops.carries[value] = loop, k
 
@@ -229,6 +235,18 @@ class LoopForms(ReturningLoops):
         if any(v in self.loops.carries or v in loop.after for v in leaves):
             raise OverBudget("steps are skipped as earlier ones decide")
         return flag
+
+    def chosen(self, node: Node, value: int, args: Any) -> Poly:
+        """The form of a result of a cond of two branches.
+
+        Raises:
+            OverBudget: If it is not known what decides.
+        """
+        choice, arms = decides(self.g, node), branch_results(self.g, node, value)
+        if choice is None or len(arms) != 2:
+            raise OverBudget("a choice among several branches")
+        other, one = (self.poly(v, args) for v in arms)
+        return choose(self.alg, self.flag(choice, ()), one, other)
 
     def varies(self, value: int) -> tuple[Index, ...]:
         """The steps of entered loops that a value depends on."""
@@ -329,14 +347,25 @@ class LoopForms(ReturningLoops):
         )
 
     def _opened(self, loop: Loop, k: int, args: Any) -> Poly:
-        """The form of a carry after a step, which is a name in other forms."""
+        """The form of a carry after a step, which is a name in other forms.
+
+        Raises:
+            OverBudget: If a loop that goes back changes it in a step that the other
+                loop skipped.
+        """
         after = loop.after[k]
         name = self.names.pop(after, None)
         try:
-            return self._poly(after, args, FULL)
+            form = self._poly(after, args, FULL)
         finally:
             if name is not None:
                 self.names[after] = name
+        if loop.over is None or loop.runs == TRUE:
+            return form
+        alg, before = self.alg, self.poly(loop.before[k], args)
+        if alg.difference(reached(alg, form, alg.negate(loop.runs)), before):
+            raise OverBudget("a loop goes back over steps that may be skipped")
+        return reached(alg, form, loop.runs)
 
     def _summed_steps(
         self, loop: Loop, own: Poly, form: Poly, k: int, args: Any
@@ -360,7 +389,7 @@ class LoopForms(ReturningLoops):
         inside = {*loop.before, *loop.after[:n]}
         if any(alg.defs[a][1] in inside for a in alg.poly_leaves(terms)):
             raise OverBudget("a step adds what depends on other carries")
-        total = alg.sum_over(terms, [loop.index])
+        total = alg.summed_where_equal(terms, loop.index)
         for a, e in gauge:
             total = alg.mul(total, alg.power(self._last(loop, a), -e))
         return total

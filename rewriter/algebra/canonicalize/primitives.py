@@ -19,6 +19,7 @@ TRANSPARENT = frozenset({
     "reshard", "mesh_cast", "optimization_barrier", "with_layout_constraint",
     "layout_constraint",
 })  # fmt: skip
+MOVING = LAYOUT_PRIMITIVES | TRANSPARENT
 ARITHMETIC = frozenset({
     "add", "add_any", "sub", "mul", "div", "neg", "square", "integer_pow", "pow",
     "sqrt", "rsqrt", "cbrt", "exp", "exp2", "log", "log1p", "expm1", "logistic", "tanh",

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rewriter.algebra.canonicalize.entered_loops import Loop
+from rewriter.algebra.canonicalize.recomputed import Recomputed
 from rewriter.algebra.normal_form import (
     FALSE,
     TRUE,
@@ -34,7 +35,7 @@ Replaced = Callable[[int, tuple[Index, ...]], Poly]
 """Maps a carry's position in its loop, and index arguments, to a form."""
 
 
-class ReturningLoops:
+class ReturningLoops(Recomputed):
     """Forms of the carries of a loop that goes back over another one's steps."""
 
     def carried_back(self, loop: Loop, k: int, args: Any) -> Poly | None:

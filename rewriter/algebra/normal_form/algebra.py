@@ -21,6 +21,7 @@ from rewriter.algebra.normal_form.forms import (
     Poly,
     is_frozen,
 )
+from rewriter.algebra.normal_form.fractions import Fractions
 from rewriter.algebra.normal_form.functions import Functions
 from rewriter.algebra.normal_form.indices import Indices
 from rewriter.algebra.normal_form.polynomial import Polynomials
@@ -35,6 +36,7 @@ class Algebra(
     Indices,
     BooleanFunctions,
     Polynomials,
+    Fractions,
     Functions,
     Sums,
     Ranges,

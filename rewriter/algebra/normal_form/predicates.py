@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rewriter.algebra.normal_form.forms import (
     FALSE,
@@ -217,11 +218,7 @@ class Predicates:
     def _ge(self, p: Poly, integral: bool) -> int:
         coefficients = [c for t, c in p.items() if t != (TRUE, ())]
         if integral and all(c == int(c) for c in coefficients):
-            g = math.gcd(*(int(abs(c)) for c in coefficients))
-            if g > 1:  # g*x + c >= 0  is  x + floor(c/g) >= 0
-                c0 = p.get((TRUE, ()), 0.0)
-                p = self.scale({t: c for t, c in p.items() if t != (TRUE, ())}, 1 / g)
-                p = self.add(p, self.const(math.floor(c0 / g)))
+            p = self._divided(p, coefficients)
         elif coefficients:
             p = self.scale(p, 1.0 / max(abs(c) for c in coefficients))
         frozen = self.freeze(p)
@@ -235,3 +232,21 @@ class Predicates:
                     self.literal(self.atom("ge", self.freeze(flipped), True))
                 )
         return self.literal(self.atom("ge", frozen, integral))
+
+    def _divided(self, p: Poly, coefficients: Sequence[float]) -> Poly:
+        """A form that is at least 0 exactly where an integer form is, divided by g.
+
+        ``g x + r >= 0`` is ``x + floor(r / g) >= 0``, if that floor is one number. So
+        it is where r is a number, or a position in a block of g.
+        """
+        sizes = {int(abs(c)) for c in coefficients}
+        for g in sorted({*sizes, math.gcd(*sizes)} - {1}, reverse=True):
+            terms = p.items()
+            multiple = {t: c / g for t, c in terms if t != (TRUE, ()) and c % g == 0}
+            rest = {t: c for t, c in terms if t not in multiple}
+            lo, hi = self.bounds(rest)
+            if math.isfinite(lo + hi) and lo // g == hi // g:
+                return self._divided(
+                    self.add(multiple, self.const(lo // g)), [*multiple.values()]
+                )
+        return p

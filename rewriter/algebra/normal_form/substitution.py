@@ -92,6 +92,53 @@ class Substitution:
         support, table = self.bools[b]
         return part(table, len(support))
 
+    def same_index(self, a: Index, b: Index) -> int:
+        """Whether two index arguments are equal, as one literal."""
+        p = self.add(self.iota(a), self.iota(b), -1.0)
+        c = self.as_constant(p)
+        if c is not None:
+            return FALSE if c else TRUE
+        return self.literal(self.atom("eq", self.freeze(p), True))
+
+    def summed_where_equal(self, p: Poly, index: int) -> Poly:
+        """The sum over an index of terms, where a condition `same_index` gives it.
+
+        ``Σ_i [a = i] f(i)`` is ``f(a)`` where a is one of the indices. Other terms are
+        summed as usual.
+        """
+        out, rest = {}, {}
+        for (flag, mono), c in p.items():
+            for atom in self.bools[flag][0]:
+                a = self._equal_to(atom, index)
+                others = self.project(flag, {*self.bools[flag][0]} - {atom})
+                if a is None or self.both(others, self.literal(atom)) != flag:
+                    continue
+                below = self.add(self.const(self.sizes[index] - 1), self.iota(a), -1.0)
+                here = self.subst({(others, mono): c}, {index: a})
+                inside = self.of_bool(self.compare("ge", below, True))
+                out = self.add(out, self.mul(here, inside))
+                break
+            else:
+                rest[flag, mono] = c
+        return self.add(out, self.sum_over(rest, [index]))
+
+    def _equal_to(self, atom: int, index: int) -> Index:
+        """The index argument that a literal says to equal an index, or None."""
+        kind, *body = self.defs[atom]
+        if kind != "eq" or len(body[0]) != 2:
+            return None
+        (((one, first), c), ((other, second), d)) = body[0]
+        plain = one == other == TRUE and (c, d) in ((1, -1), (-1, 1))
+        if not plain or not all(
+            len(m) == 1 and m[0][1] == 1 and self.kind(m[0][0]) == "iota"
+            for m in (first, second)
+        ):
+            return None
+        a, b = (self.defs[m[0][0]][1] for m in (first, second))
+        found = b if a == index else a
+        known = index in (a, b) and index not in self.index_ids(found)
+        return found if known else None
+
     def subst_literal(self, atom: int, to: Mapping[int, Index]) -> int:
         """A literal with indices replaced, as a boolean function."""
         definition = self.defs[atom]

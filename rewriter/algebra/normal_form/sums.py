@@ -291,6 +291,27 @@ class Sums:
             self.subst_mono(mono, fresh),
         )
 
+    def without_implied(self, p: Poly) -> Poly:
+        """A form without conditions of terms that hold wherever a sum in them is not 0.
+
+        ``[i <= n] Σ_j [j < i <= n] x_ij`` is the sum alone.
+        """
+        out: Poly = {}
+        for (flag, mono), c in p.items():
+            for atom, e in mono:
+                if flag != TRUE and e == 1 and self.kind(atom) == "sum":
+                    flag = self._beside(flag, self.open_sum(atom)[1])
+            out = self.add(out, {(flag, mono): c})
+        return out
+
+    def _beside(self, flag: int, inner: int) -> int:
+        """The parts of a condition that another one does not imply."""
+        out = TRUE
+        for _, part in self.conjuncts(flag, lambda literal: literal):
+            if not self.implies(inner, part):
+                out = self.both(out, part)
+        return out
+
     def any_over(self, b: int, indices: Iterable[Index]) -> int:
         """The function: b holds at some position of the indices."""
         bound = frozenset(i for i in indices if i is not None)
