@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.shared.loops import fori_loop, scan
+
 if TYPE_CHECKING:
     from jax import Array
 
@@ -40,7 +42,7 @@ def joined(block: Block, columns: int, size: int) -> Array:
             continue
         starts = first + own * jnp.arange(count, dtype=jnp.int32)
         step = lambda _, at, own=own: (None, block(at, own))
-        made = jnp.moveaxis(lax.scan(step, None, starts)[1], 0, -2)
+        made = jnp.moveaxis(scan(step, None, starts)[1], 0, -2)
         parts.append(made.reshape(*made.shape[:-2], -1))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
 
@@ -50,7 +52,7 @@ def added(block: Block, start: Array, columns: int, size: int) -> Array:
     total = start
     for first, own, count in ranges(columns, size):
         step = lambda i, sums, first=first, own=own: sums + block(first + i * own, own)
-        total = lax.fori_loop(0, count, step, total) if count > 1 else step(0, total)
+        total = fori_loop(0, count, step, total) if count > 1 else step(0, total)
     return total
 
 
