@@ -68,6 +68,9 @@ from rewriter._jax.calls import (
     named_rule as named_rule,
 )
 from rewriter._jax.calls import (
+    of_kind as of_kind,
+)
+from rewriter._jax.calls import (
     scan_parts as scan_parts,
 )
 from rewriter._jax.calls import (
