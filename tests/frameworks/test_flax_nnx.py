@@ -346,9 +346,14 @@ def test_modules_of_flax_itself_are_updated() -> None:
 def test_variables_that_are_types_of_jax() -> None:
     if "hijax" not in inspect.signature(nnx.Variable.__init__).parameters:
         pytest.skip("this flax has no such variables")
-    v = nnx.Param(jnp.arange(2.0), hijax=True)
+    seen: list[Any] = []
     for jit in (jax.jit, rewriter.optimize):
+        v = nnx.Param(jnp.arange(2.0), hijax=True)
         assert jit(lambda v: v[...] * 2)(v).tolist() == [0, 2]
         assert jit(lambda d: d["v"][...] + d["x"])({"v": v, "x": 1}).tolist() == [1, 2]
-        with pytest.raises(Exception, match="Cannot update"):
-            jit(lambda v: v.__setitem__(..., 1.0))(v)
+        try:  # newer versions of flax refuse it
+            jit(lambda v: v.__setitem__(..., v[...] + 3.0))(v)
+            seen.append(v[...].tolist())
+        except Exception as error:
+            seen.append(type(error))
+    assert seen[0] == seen[1]
