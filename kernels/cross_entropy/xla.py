@@ -153,4 +153,5 @@ def _saves(spec: Spec) -> list[Any]:
 KERNEL = XLA.kernel(
     "cross_entropy", forward, backward, supports,
     Speed(profitable, profitable_backward, estimate=estimate), saves=_saves,
+    flat=True,
 )  # fmt: skip

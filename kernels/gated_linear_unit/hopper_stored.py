@@ -21,7 +21,6 @@ from rewriter.kernels.gated_linear_unit import stored
 from rewriter.kernels.gated_linear_unit.branches import combine
 from rewriter.kernels.gated_linear_unit.op import STORED
 from rewriter.kernels.gated_linear_unit.stored_form import ADDED
-from rewriter.kernels.quantized_dot.rounding import InFloat32, in_float32
 from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.ragged.dot.hopper.stored import Tiles as Tiles
@@ -29,6 +28,7 @@ from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.rounding import InFloat32, in_float32
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import usual_steps
 from rewriter.ops.widening import JOINS, all_columns

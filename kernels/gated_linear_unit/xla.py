@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from rewriter.kernels.gated_linear_unit.branches import Rows, Use, combine
 from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.shared.kinds import XLA
+from rewriter.kernels.shared.loops import scan
 from rewriter.kernels.shared.products import unturned
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
@@ -250,7 +251,7 @@ def _over_blocks(
     parts = {n: a[:whole].reshape(-1, size, a.shape[-1]) for n, a in rows.items()}
     one = jax.eval_shape(block, {n: a[0] for n, a in parts.items()})[1]
     start = jax.tree.map(lambda z: jnp.zeros(z.shape, z.dtype), one)
-    sums, out = jax.lax.scan(step, start, parts)
+    sums, out = scan(step, start, parts)
     out = jax.tree.map(lambda y: y.reshape(whole, y.shape[-1]), out)
     if whole < count:
         sums, rest = step(sums, {n: a[whole:] for n, a in rows.items()})
@@ -261,5 +262,5 @@ def _over_blocks(
 KERNEL = XLA.kernel(
     "gated_linear_unit", forward, backward, supports,
     Speed(profitable, profitable_backward, estimate=estimate),
-    Space(Block, default, configs),
+    Space(Block, default, configs), flat=True,
 )  # fmt: skip

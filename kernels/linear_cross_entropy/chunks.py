@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from rewriter.kernels.shared.loops import fori_loop, scan
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Spec
 
@@ -154,7 +154,7 @@ def over_chunks(
     """Runs ``step(start, size, carry)`` over chunks of classes and a rest."""
     whole = classes // size if size else 0
     if whole > 1:
-        carry = lax.fori_loop(0, whole, lambda i, c: step(i * size, size, c), carry)
+        carry = fori_loop(0, whole, lambda i, c: step(i * size, size, c), carry)
     elif whole:
         carry = step(0, size, carry)
     rest = classes - whole * size
@@ -185,6 +185,6 @@ def over_blocks(
         return a.reshape(blocks, size, *a.shape[1:])
 
     own = {n: parts(n, a) for n, a in rows.items()}
-    sums, made = lax.scan(lambda s, part: block(part, s), sums, own)
+    sums, made = scan(lambda s, part: block(part, s), sums, own)
     whole = lambda y: y.reshape(blocks * size, *y.shape[2:])[:count]
     return sums, jax.tree.map(whole, made)

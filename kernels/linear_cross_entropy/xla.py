@@ -345,5 +345,5 @@ KERNEL = XLA.kernel(
     "linear_cross_entropy", forward, backward, supports,
     Speed(profitable, profitable_backward, estimate=estimate, margin=margin),
     Space(Chunk, chunks.default, chunks.configs),
-    version=2, together=together, saves=_saves,
+    version=2, together=together, saves=_saves, flat=True,
 )  # fmt: skip

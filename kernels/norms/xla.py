@@ -136,5 +136,5 @@ KERNELS = kernels(
     version=1,
     limits=Limits(supports),
     speed=Speed(pays_on_cpu, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
+    traits=Traits(memory_bounded=True, saves_out=False, saves=_saves, flat=True),
 )

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot import xla
 from rewriter.kernels.quantized_dot.estimate import estimate, modelled
-from rewriter.kernels.quantized_dot.rounding import ROUND, in_float32
 from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.shared.hopper import PROCESSORS, by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.rounding import ROUND, in_float32
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import usual_steps
 from rewriter.ops.widening import all_columns

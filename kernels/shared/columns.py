@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.shared.loops import fori_loop, scan
 from rewriter.support.verdict import YES, Verdict, no
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def joined(block: OfColumns, columns: int, config: Block | None) -> Array:
             continue
         starts = first + own * jnp.arange(count, dtype=jnp.int32)
         step = lambda _, at, own=own: (None, block(at, own))
-        made = jnp.moveaxis(lax.scan(step, None, starts)[1], 0, -2)
+        made = jnp.moveaxis(scan(step, None, starts)[1], 0, -2)
         parts.append(made.reshape(*made.shape[:-2], -1))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
 
@@ -127,7 +128,7 @@ def added(block: OfColumns, start: Array, columns: int, config: Block | None) ->
     total = start
     for first, own, count in ranges(columns, (config or DEFAULT).columns):
         step = lambda i, sums, first=first, own=own: sums + block(first + i * own, own)
-        total = lax.fori_loop(0, count, step, total) if count > 1 else step(0, total)
+        total = fori_loop(0, count, step, total) if count > 1 else step(0, total)
     return total
 
 

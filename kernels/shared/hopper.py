@@ -21,6 +21,9 @@ SHARED_MEMORY = 227 << 10
 PROCESSORS = 132
 """Streaming multiprocessors of an H100 SXM, H100 NVL, H200 and GH200."""
 
+BUSY = 0.85
+"""The share of processors for which blocks of threads in clusters are made."""
+
 BY_ESTIMATE = "chosen by its estimate alone, for a known Hopper GPU and known sizes"
 """Why no rule of thumb chooses a kernel."""
 

@@ -60,7 +60,7 @@ def _looking_through(find: Finder) -> Finder | None:
         find.cache[NAME] = (
             dataclasses.replace(
                 find, gathers=found, misses={}, found=set(), cache={},
-                _known_empty=set(), _asked={}, _names={},
+                _known_empty={}, _asked={}, _names={},
             )
             if found
             else None

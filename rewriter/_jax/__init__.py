@@ -7,6 +7,7 @@ as ``_jax.name``: this file lists the names. From the first module to the last:
 - `values`: sizes, literals, tracers and constants.
 - `calls`: equations that hold a body.
 - `lines`: lines of the user's files, and names in profiles.
+- `messages`: what JAX tells in its log.
 - `programs`: jaxprs with other variables, equations or results.
 - `jit`: functions under `jax.jit`, and their programs.
 - `types`: weak types, varying axes, shardings.
@@ -65,6 +66,9 @@ from rewriter._jax.calls import (
 )
 from rewriter._jax.calls import (
     named_rule as named_rule,
+)
+from rewriter._jax.calls import (
+    of_kind as of_kind,
 )
 from rewriter._jax.calls import (
     scan_parts as scan_parts,
@@ -161,6 +165,9 @@ from rewriter._jax.meshes import (
 )
 from rewriter._jax.meshes import (
     zeros as zeros,
+)
+from rewriter._jax.messages import (
+    told_of_once as told_of_once,
 )
 from rewriter._jax.nvidia import (
     NothingSeen as NothingSeen,

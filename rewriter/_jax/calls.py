@@ -35,6 +35,15 @@ def call_kind(eqn: Any) -> str:
     return name
 
 
+def of_kind(kind: str, eqns: Sequence[Any]) -> list[tuple[int, Any]]:
+    """The equations of a kind, with their positions; the kind is not empty."""
+    return [
+        (k, e)
+        for k, e in enumerate(eqns)  # nearly all are ordinary ones
+        if e.primitive.name in BODIES and call_kind(e) == kind
+    ]
+
+
 def _plain_call(eqn: Any) -> bool:
     return call_body(eqn) is not None
 

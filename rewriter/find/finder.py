@@ -57,7 +57,7 @@ class Finder:
     misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
     found: set[tuple[str, int]] = field(default_factory=set)
     cache: dict[Any, Any] = field(default_factory=dict)
-    _known_empty: set[Any] = field(default_factory=set)
+    _known_empty: dict[str, set[int]] = field(default_factory=dict)
     _around: dict[int, int] = field(default_factory=dict)
     _asked: dict[Any, Any] = field(default_factory=dict)
     _names: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -358,19 +358,23 @@ class Finder:
 
     def known_empty(self, op: str, anchor: Node) -> bool:
         """Whether equal surroundings held no match before. Ask before evaluating."""
-        around = self._around.get(anchor.outs[0])
-        if around is None:  # several ops ask for one anchor
-            around = neighbourhood(self.graph, anchor)
-            self._around[anchor.outs[0]] = around
-        key = (op, around)
-        self._asked[op, anchor.outs[0]] = key
-        return key in self._known_empty
+        self._asked[op, anchor.outs[0]] = anchor
+        known = self._known_empty.get(op)
+        return bool(known) and self._surroundings(anchor) in known
 
     def remember_outcome(self, op: str, anchor: Node, found: bool) -> None:
         """Remembers surroundings that held no match."""
-        key = self._asked.pop((op, anchor.outs[0]), None)
-        if key is not None and not found:
-            self._known_empty.add(key)
+        asked = self._asked.pop((op, anchor.outs[0]), None)
+        if asked is not None and not found:
+            known = self._known_empty.setdefault(op, set())
+            known.add(self._surroundings(anchor))
+
+    def _surroundings(self, anchor: Node) -> int:
+        """A number that equal surroundings share; several ops ask for one anchor."""
+        around = self._around.get(anchor.outs[0])
+        if around is None:
+            around = self._around[anchor.outs[0]] = neighbourhood(self.graph, anchor)
+        return around
 
     def done(self, op: str, value: int) -> bool:
         """Whether a value is already part of a verified match of an op."""

@@ -34,7 +34,19 @@ def is_node(value: Any) -> bool:
     nnx = sys.modules.get(FLAX)
     if nnx is None or isinstance(value, (jax.Array, jax.Ref)):
         return False
-    return bool(nnx.graph.is_graph_node(value))
+    return bool(nnx.graph.is_graph_node(value)) and not _is_jaxs(value)
+
+
+def _is_jaxs(value: Any) -> bool:
+    """Whether ``jax.jit`` takes a value as one of its own types, and changes to it."""
+    leaves = jax.tree.leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return False
+    try:
+        jax.typeof(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def holds_nodes(tree: Any) -> bool:
@@ -191,9 +203,9 @@ def variables(tree: Any) -> list[Any]:
         return []
     ends = lambda x: isinstance(x, (nnx.Variable, nnx.State))
     leaves = jax.tree.leaves(tree, is_leaf=ends)
-    return [x for x in leaves if isinstance(x, nnx.Variable)]
+    return [x for x in leaves if isinstance(x, nnx.Variable) and not _is_jaxs(x)]
 
 
 def is_flaxs(fn: Any) -> bool:
     """Whether a function is one by which flax itself hands states in and out."""
-    return type(fn).__module__.startswith(f"{FLAX}.")
+    return type(fn).__module__.startswith(f"{FLAX}.") and not is_node(fn)

@@ -185,6 +185,9 @@ class Traits:
             only with ``isolate=True``, and benchmarks only by its name.
         comparison_only: Whether it computes a composite op by kernels of its parts, as
             the program would without it. It is measured, and never chosen.
+        flat: Whether it is traced without the calls of `jax.jit` in it, which takes
+            less time. Most functions of `jax.numpy` are such calls. Loops of `jax.lax`
+            would be unrolled.
     """
 
     memory_bounded: bool = False
@@ -199,6 +202,7 @@ class Traits:
     needs_devices: bool = False
     tried: bool = True
     comparison_only: bool = False
+    flat: bool = False
 
 
 @dataclass(frozen=True, eq=False, init=False)

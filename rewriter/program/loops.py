@@ -68,9 +68,7 @@ def loop_of(position: int, eqn: Any) -> Loop:
 
 def loops_in(body: Any) -> list[Loop]:
     """Returns the scans among a body's own equations."""
-    return [
-        loop_of(k, e) for k, e in enumerate(body.eqns) if _jax.call_kind(e) == "scan"
-    ]
+    return [loop_of(k, e) for k, e in _jax.of_kind("scan", body.eqns)]
 
 
 def traced(

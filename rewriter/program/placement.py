@@ -164,7 +164,10 @@ def _of_results(shardings: Any, traced: Traced) -> list[Any]:
     if _ends(shardings):
         return [shardings] * count
     results = jax.tree.unflatten(traced.out_tree, [object()] * count)
-    return _by_leaf(shardings, results, count)
+    try:
+        return _by_leaf(shardings, results, count)
+    except (TypeError, ValueError):  # trees that differ, of which JAX tells
+        return [None] * count
 
 
 def _ends(x: Any) -> bool:

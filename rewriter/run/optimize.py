@@ -248,7 +248,9 @@ class Maker:
 
     def _of_framework(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The function that knows what a framework means, and positional arguments."""
-        if sys.modules.keys().isdisjoint(FRAMEWORKS) or nnx_state.is_flaxs(self.fn):
+        if sys.modules.keys().isdisjoint(FRAMEWORKS):
+            return None
+        if nnx_state.is_flaxs(trace.unjitted(self.fn)):
             return None
         theirs = self.called.made_of[1]
         if (module := nnx_state.own_module(self.fn)) is not None:

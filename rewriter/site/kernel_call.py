@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -150,10 +150,7 @@ def _forward(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The result and all residuals, including those without elements."""
     named = {**dict(zip(use.names, operands, strict=True)), **more}
-    with (
-        promotion.as_usual(),
-        _separate_trace(use, kernel, [*operands, *more.values()]),
-    ):
+    with _traced(use, kernel, [*operands, *more.values()]):
         if not residuals:
             return kernel.forward(**named, **dict(use.params)), ()
         both = kernel.forward(**named, **dict(use.params), residuals=True)
@@ -167,15 +164,25 @@ def _forward(
     return out, tuple(saved)
 
 
-def _separate_trace(use: Use, kernel: Kernel, arrays: Sequence[Any]) -> Any:
-    """A context for the calls of a kernel that is not ours, see `_jax.separate_trace`.
+@contextlib.contextmanager
+def _traced(use: Use, kernel: Kernel, arrays: Sequence[Any]) -> Iterator[None]:
+    """A context for the calls of a kernel.
 
-    One body of it may be called on several grids. Each of our kernels makes the body
-    for the call, and shares the traces of functions of JAX.
+    One body of a kernel that is not ours may be called on several grids, see
+    `_jax.separate_trace`. Each of our kernels makes the body for the call, and shares
+    the traces of functions of JAX.
     """
-    if getattr(kernel.forward, "__module__", "").startswith("rewriter.kernels."):
-        return contextlib.nullcontext()
-    return _jax.separate_trace((kernel, use, tuple(map(shaped, arrays))))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(promotion.as_usual())
+        if kernel.traits.flat:
+            stack.enter_context(jax.disable_jit())
+        if not getattr(kernel.forward, "__module__", "").startswith(OURS):
+            own = _jax.separate_trace((kernel, use, tuple(map(shaped, arrays))))
+            stack.enter_context(own)
+        yield
+
+
+OURS = "rewriter.kernels."
 
 
 def call_backward(
@@ -205,7 +212,7 @@ def call_backward(
         jnp.zeros(*s) if _is_empty(s) else next(kept)
         for s in _saved(use, kernel, [shaped(a) for a in args[:n]]) or ()
     ]
-    with promotion.as_usual(), _separate_trace(use, kernel, args):
+    with _traced(use, kernel, args):
         cotangents = kernel.backward(
             **named, out=out, residuals=tuple(saved), cotangent=args[-1],
             **dict(use.params), **addend,
@@ -241,7 +248,7 @@ def call_together(
     """
     assert kernel.together is not None
     named = dict(zip(use.names, args[:-1], strict=True))
-    with promotion.as_usual():
+    with _traced(use, kernel, args):
         out, grads = kernel.together(**named, cotangent=args[-1], **dict(use.params))
     want = result(use, [shaped(x) for x in args[:-1]])
     if shaped(out) != want:

@@ -46,6 +46,12 @@ def may_add(eqn: Any) -> bool:
     return bool(name) and name in eqn.params.get("wrt", (name,))
 
 
+def adding(eqns: Sequence[Any]) -> list[int]:
+    """The positions of the equations that `may_add`."""
+    sites = (site.site_p, site.backward_p)
+    return [i for i, e in enumerate(eqns) if e.primitive in sites and may_add(e)]
+
+
 def place_of_operand(eqn: Any) -> int:
     """The position of the operand that a site's kernel adds to."""
     return _added(eqn.params["use"])

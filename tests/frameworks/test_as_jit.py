@@ -194,6 +194,14 @@ def test_containers_that_check_their_leaves(named: bool) -> None:
 
 
 @both
+def test_trees_of_shardings_that_do_not_fit(jit: Any) -> None:
+    place = jax.sharding.NamedSharding(jax.make_mesh((1,), ("a",)), jax.P())
+    for tree in ((place,) * 3, {"a": place}):
+        with pytest.raises(ValueError, match="pjit out_shardings"):
+            jit(lambda x: (x, x), out_shardings=tree)(jnp.ones(3))
+
+
+@both
 def test_tokens(jit: Any) -> None:
     _, token = jit(lambda x, t: (x + 1, t))(1.0, jax.lax.create_token())
     assert type(token).__name__ == "Token"
@@ -381,6 +389,18 @@ def test_equations_of_calls_have_the_users_lines() -> None:
     fast = rewriter.optimize(lambda x: x + 1)
     eqn = jax.make_jaxpr(lambda x: fast(x))(1.0).eqns[0]
     assert _jax.source_of(eqn).startswith("test_as_jit.py")
+
+
+@both
+def test_cache_misses_are_told_once(jit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    helper = jax.jit(lambda x: x * 2)
+    f = jit(lambda x: helper(x) + 1)
+    with jax.explain_cache_misses(True):
+        f(jnp.ones(3))
+    told = [r.getMessage() for r in caplog.records if "MISS" in r.getMessage()]
+    own = [text for text in told if "<lambda>" in text]
+    assert len(own) == 2  # the function, and the helper in it
+    assert "test_as_jit.py" in own[0].splitlines()[0]
 
 
 CHECKS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -319,3 +320,40 @@ def test_shardings() -> None:
     assert model.calls[...] == 1
     with pytest.raises(StateLost, match="compiler_options"):
         rewriter.optimize(lambda m, x: m(x), compiler_options={})(model, 1.0)
+
+
+def test_shardings_by_paths_of_states() -> None:
+    mesh = jax.make_mesh((1, 1), ("a", "b"))
+    place = jax.sharding.NamedSharding(mesh, jax.P("a", "b"))
+    rest = jax.sharding.NamedSharding(mesh, jax.P())
+    states = nnx.StateSharding({nnx.PathContains("kernel"): place, ...: rest})
+    jitted = nnx.jit(
+        lambda m, x: m(x), in_shardings=(states, rest), graph=True, graph_updates=True
+    )
+    linear, x = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 4))
+    wanted = linear(x)
+    np.testing.assert_allclose(rewriter.optimize(jitted)(linear, x), wanted, rtol=1e-5)
+    assert linear.kernel.sharding == place
+
+
+def test_modules_of_flax_itself_are_updated() -> None:
+    norm, x = nnx.BatchNorm(3, rngs=nnx.Rngs(0)), jnp.arange(12.0).reshape(4, 3)
+    fast = rewriter.optimize(norm)
+    fast(x)
+    assert norm.mean[...].sum() > 0
+
+
+def test_variables_that_are_types_of_jax() -> None:
+    if "hijax" not in inspect.signature(nnx.Variable.__init__).parameters:
+        pytest.skip("this flax has no such variables")
+    seen: list[Any] = []
+    for jit in (jax.jit, rewriter.optimize):
+        v = nnx.Param(jnp.arange(2.0), hijax=True)
+        assert jit(lambda v: v[...] * 2)(v).tolist() == [0, 2]
+        assert jit(lambda d: d["v"][...] + d["x"])({"v": v, "x": 1}).tolist() == [1, 2]
+        try:  # newer versions of flax refuse it
+            jit(lambda v: v.__setitem__(..., v[...] + 3.0))(v)
+            seen.append(v[...].tolist())
+        except Exception as error:
+            seen.append(type(error))
+    assert seen[0] == seen[1]

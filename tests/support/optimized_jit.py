@@ -2,13 +2,15 @@
 
 Only the tests do. Their modules see a stand-in for the module ``jax``, and the library
 under test sees JAX itself. Functions that a test's module wraps while it is imported
-stay as they are.
+stay as they are. What tests give to ``nnx.jit`` of flax is optimized in it.
 
     python3 -m pytest -p tests.support.optimized_jit --pyargs optax.losses
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import types
 from typing import Any
 
@@ -31,24 +33,37 @@ def jit(fun: Any = None, /, **options: Any) -> Any:
     )
 
 
-class StandIn(types.ModuleType):
-    """The module ``jax`` with another ``jit``."""
+def nnx_jit(fun: Any = None, /, **options: Any) -> Any:
+    """`rewriter.optimize` of ``nnx.jit``, with or without a function as that."""
+    if not callable(fun):
+        return functools.partial(nnx_jit, **options)
+    calls.append(getattr(fun, "__name__", "?"))
+    return rewriter.optimize(sys.modules["flax.nnx"].jit(fun, **options))
 
-    jit = staticmethod(jit)
+
+class StandIn(types.ModuleType):
+    """A module with another ``jit``."""
+
+    def __init__(self, module: types.ModuleType, jit: Any) -> None:
+        super().__init__(module.__name__)
+        self.module, self.jit = module, jit
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(jax, name)
+        return getattr(self.module, name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the stand-in into the modules of all tests."""
-    stand_in = StandIn("jax")
+    """Puts the stand-ins into the modules of all tests."""
+    stand_ins = [StandIn(jax, jit)]
+    if "flax.nnx" in sys.modules:
+        stand_ins.append(StandIn(sys.modules["flax.nnx"], nnx_jit))
     for item in items:
         module = getattr(item, "module", None)
         for name, value in list(vars(module).items()) if module else ():
-            if value is jax:
-                setattr(module, name, stand_in)
-            elif value is jax.jit:
+            for stand_in in stand_ins:
+                if value is stand_in.module:
+                    setattr(module, name, stand_in)
+            if value is jax.jit:
                 setattr(module, name, jit)
 
 

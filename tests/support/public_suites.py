@@ -2,10 +2,15 @@
 
     python3 -m tests.support.public_suites [optax haiku ...] [--part 1/4] [-k WORDS]
 
-Each file that mentions ``jax.jit`` runs twice: as it is, and with the plugin
-`tests.support.optimized_jit`. Prints the tests that pass as they are and fail with it,
-and exits with 1 if there are some. The packages equinox and flax ship no tests: what
-their own `jit` asks of ours is in `tests/frameworks`.
+Each file that mentions ``jax.jit`` or ``nnx.jit`` runs twice: as it is, and with the
+plugin `tests.support.optimized_jit`. Prints the tests that pass as they are and fail
+with it, and exits with 1 if there are some. A folder may be given in place of a
+package. flax has its tests in its source distribution alone:
+
+    pip download flax --no-deps --no-binary flax && tar xzf flax-*.tar.gz
+    python3 -m tests.support.public_suites flax-*/tests
+
+equinox ships no tests: what its own `jit` asks of ours is in `tests/frameworks`.
 """
 
 from __future__ import annotations
@@ -26,17 +31,18 @@ PLUGIN = "tests.support.optimized_jit"
 
 
 def modules(package: str) -> list[str]:
-    """The package's test modules that call ``jax.jit``."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        return []
-    folder = pathlib.Path(spec.origin).parent
+    """The test modules of a package, or the files of a folder, that call ``jit``."""
+    folder = pathlib.Path(package).resolve()
+    if not folder.is_dir():
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            return []
+        folder = pathlib.Path(spec.origin).parent
     files = sorted((*folder.rglob("*_test.py"), *folder.rglob("test_*.py")))
-    return [
-        ".".join(f.relative_to(folder.parent).with_suffix("").parts)
-        for f in files
-        if "jax.jit" in f.read_text()
-    ]
+    files = [f for f in files if re.search(r"\b(jax|nnx)\.jit\b", f.read_text())]
+    if folder == pathlib.Path(package).resolve():
+        return list(map(str, files))
+    return [".".join(f.relative_to(folder.parent).with_suffix("").parts) for f in files]
 
 
 def outcomes(module: str, words: str, optimized: bool) -> tuple[dict[str, str], int]:

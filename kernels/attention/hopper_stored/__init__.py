@@ -23,10 +23,10 @@ from rewriter.kernels.attention.hopper_stored.config import (
 from rewriter.kernels.attention.op import STORED
 from rewriter.kernels.attention.stored_form import STEPS
 from rewriter.kernels.attention.visibility import Visibility
-from rewriter.kernels.quantized_dot.rounding import SIXTEEN, in_float32
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.rounding import SIXTEEN, in_float32
 from rewriter.ops.estimate import seconds
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import EIGHT_BITS

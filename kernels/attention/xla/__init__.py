@@ -140,4 +140,5 @@ def _saves(spec: Spec) -> list[Any]:
 KERNEL = XLA.kernel(
     "attention", forward, backward, supports, Speed(profitable, estimate=estimate),
     Space(Blocks, default, configs), saves_out=True, merges=True, saves=_saves,
+    flat=True,
 )  # fmt: skip

@@ -13,6 +13,7 @@ from rewriter.kernels.attention.stored_form import added_to
 from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.xla.config import DEFAULT
 from rewriter.kernels.attention.xla.sizes import Sizes, sizes_of
+from rewriter.kernels.shared.loops import fori_loop
 from rewriter.ops.stored import FEW_BITS
 from rewriter.ops.widening import applied
 
@@ -109,7 +110,7 @@ def loop(start: Any, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> A
         if end == start + 1:
             return body(start, carry)
     start, end = jnp.asarray(start, jnp.int32), jnp.asarray(end, jnp.int32)
-    return lax.fori_loop(start, end, body, carry)
+    return fori_loop(start, end, body, carry)
 
 
 def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:

@@ -26,11 +26,11 @@ from rewriter.kernels.quantized_dot.few_rows.config import (
     sizes,
     transposed,
 )
-from rewriter.kernels.quantized_dot.rounding import ROUND, SIXTEEN, in_float32
 from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.rounding import ROUND, SIXTEEN, in_float32
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import EIGHT_BITS, usual_steps
 from rewriter.ops.widening import all_columns

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.shared.hopper import SHARED_MEMORY, processors
+from rewriter.kernels.shared.hopper import BUSY, SHARED_MEMORY, processors
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -132,9 +132,6 @@ def default(spec: Spec, device: Device) -> Tiles:
     splits = max(s for s in SPLITS if s == 1 or s <= min(count // blocks, steps))
     return _with_stages(replace(base, splits=splits), spec)
 
-
-BUSY = 0.85
-"""The share of processors for which blocks are made."""
 
 SPLITS = (1, 2, 3, 6)
 """Sizes of clusters that fill most of an H100: processors of a cluster lie together. 96

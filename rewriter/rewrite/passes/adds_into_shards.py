@@ -23,9 +23,7 @@ def move_adds_into_shards(jaxpr: Any) -> Any:
     Args:
         jaxpr: The body; it is returned itself if there are none.
     """
-    found = [
-        (i, e) for i, e in enumerate(jaxpr.eqns) if _jax.call_kind(e) == "shard_map"
-    ]
+    found = _jax.of_kind("shard_map", jaxpr.eqns)
     inside = [(i, e, _site_in(e)) for i, e in found]
     those = [(i, e, inner) for i, e, inner in inside if inner is not None]
     if not those:

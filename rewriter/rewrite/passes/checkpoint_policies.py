@@ -54,14 +54,17 @@ def keep_policies(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _with_policies(body: Any) -> Any:
-    eqns = [_with_policy(e) for e in body.eqns]
-    if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
+    checkpoints = [(k, _with_policy(e)) for k, e in _jax.of_kind("remat", body.eqns)]
+    if all(body.eqns[k] is e for k, e in checkpoints):
         return body
+    eqns = list(body.eqns)
+    for k, eqn in checkpoints:
+        eqns[k] = eqn
     return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
 
 
 def _with_policy(eqn: Any) -> Any:
-    policy = eqn.params.get("policy") if _jax.call_kind(eqn) == "remat" else None
+    policy = eqn.params.get("policy")
     if policy is None or isinstance(policy, Policy):
         return eqn
     return eqn.replace(params={**eqn.params, "policy": Policy(policy)})

@@ -223,8 +223,8 @@ def _repeated(
         turns: The number of turns of the loop around.
     """
     found = []
-    for at, eqn in enumerate(body.eqns):
-        if _jax.call_kind(eqn) != "remat" or not _jax.is_recomputation(eqn):
+    for at, eqn in _jax.of_kind("remat", body.eqns):
+        if not _jax.is_recomputation(eqn):
             continue
         inner = _jax.call_body(eqn)
         inputs = zip(_inputs(inner), eqn.invars, strict=True)

@@ -39,7 +39,7 @@ def fuse_residual_adds(program: ClosedJaxpr) -> ClosedJaxpr:
 
 def _with_sums(jaxpr: Any) -> Any:
     """A body whose sites compute the additions beside them."""
-    sites = [i for i, e in enumerate(jaxpr.eqns) if residual_stream.may_add(e)]
+    sites = residual_stream.adding(jaxpr.eqns)
     if not sites:
         return jaxpr
     body = Equations(jaxpr)

@@ -28,7 +28,10 @@ def _with_one_equation(jaxpr: Any) -> Any:
     """A body, closed or not, with one equation for each such pair."""
     done: set[int] = set()
     while True:
-        at = next((i for i, e in enumerate(jaxpr.eqns) if _is_wanted(e, done)), None)
+        backwards = (
+            i for i, e in enumerate(jaxpr.eqns) if e.primitive is site.backward_p
+        )
+        at = next((i for i in backwards if _is_wanted(jaxpr.eqns[i], done)), None)
         if at is None:
             return jaxpr
         done.add(id(jaxpr.eqns[at].outvars[0]))
@@ -37,8 +40,7 @@ def _with_one_equation(jaxpr: Any) -> Any:
 
 def _is_wanted(eqn: Any, done: set[int]) -> bool:
     return (
-        eqn.primitive is site.backward_p
-        and not eqn.params["batch"]
+        not eqn.params["batch"]
         and id(eqn.outvars[0]) not in done
         and together.may_be_one(eqn.params["use"])
     )

@@ -31,6 +31,9 @@ IN_PLACE = frozenset({
 """Primitives whose result has the memory layout of their first operand."""
 
 
+SITES = (site.site_p, site.site_on_devices_p)
+
+
 def use_memory_order(program: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program whose kernels take transposed operands; itself without any.
 
@@ -42,17 +45,19 @@ def use_memory_order(program: ClosedJaxpr) -> ClosedJaxpr:
 
 def _with_memory_order(body: Any) -> Any:
     """A body whose sites take transposed operands."""
-    if not any(map(_may_swap, body.eqns)):
+    sites = [k for k, e in enumerate(body.eqns) if e.primitive in SITES]
+    sites = [k for k in sites if _may_swap(body.eqns[k])]
+    if not sites:
         return body
     makers = {v: e for e in body.eqns for v in e.outvars}
-    eqns = [_with_order(e, makers) if _may_swap(e) else e for e in body.eqns]
+    eqns = list(body.eqns)
+    for k in sites:
+        eqns[k] = _with_order(eqns[k], makers)
     return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
 
 
 def _may_swap(eqn: Any) -> bool:
-    """Whether an equation is a site with a kernel that supports transposed operands."""
-    if eqn.primitive not in (site.site_p, site.site_on_devices_p):
-        return False
+    """Whether a site has a kernel that supports transposed operands."""
     kernels = (k for _, k in eqn.params["use"].kernels)
     return not eqn.params["batch"] and any(k and k.traits.swaps for k in kernels)
 

@@ -15,7 +15,7 @@ import rewriter
 from rewriter.kernels.quantized_dot import OP, hopper
 from rewriter.kernels.quantized_dot.hopper import KERNEL, MANY, Tiles
 from rewriter.kernels.quantized_dot.reference import computed
-from rewriter.kernels.quantized_dot.rounding import in_float32
+from rewriter.kernels.shared.rounding import in_float32
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
 from rewriter.ops.stored import EIGHT_BITS, numbers_of
