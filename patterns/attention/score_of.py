@@ -26,7 +26,7 @@ from rewriter.algebra.canonicalize import (
 )
 from rewriter.algebra.normal_form import TRUE, Index, OverBudget
 from rewriter.find.finder import RegionEvaluator
-from rewriter.find.reading import Operand, Refused
+from rewriter.find.reading import Operand, Refused, flag_operand, operand
 from rewriter.ops.score import (
     BESIDE,
     COLUMN,
@@ -67,12 +67,15 @@ class Function:
         dense: Whether one of them has a float for each query and key.
         places: Whether it computes with both a query's and a key's position, or reads
             a table.
+        results: By the number of an equation, the program's value that it computes:
+            of those that depend on scores, and of what those read. Also the products.
     """
 
     score: Score
     operands: dict[str, Operand]
     dense: bool
     places: bool
+    results: dict[Any, Operand]
 
 
 class Unread(Exception):
@@ -116,7 +119,27 @@ class ScoreReader:
             raise Refused("scores", str(why), score=0.6) from None
         dtype = str(self.ev.g.dtype(self.product))
         score = Score(tuple(self.steps), out, dtype)
-        return Function(score, dict(self.operands), self.dense, self.places)
+        operands, results = dict(self.operands), self._results()
+        return Function(score, operands, self.dense, self.places, results)
+
+    def _results(self) -> dict[Any, Operand]:
+        """The program's values that the equations compute, as operands."""
+        ev, graph = self.ev, self.ev.g
+        nodes = [n for v in self.core if (n := graph.node_of(v)) is not None]
+        near = self.core.union(*(n.ins for n in nodes))
+        found: dict[Any, Operand] = {}
+        for (value, args), ref in self._known.items():  # layout comes after its source
+            name = ref.name if ref.kind == "step" else ref.kind
+            if value not in near or ref.kind not in ("step", PRODUCT) or name in found:
+                continue
+            if ev.varies(value):
+                continue
+            atom, axes = ev.alg.atom("leaf", value, args), self.axes.of_scores
+            if graph.dtype(value) == bool:
+                found[name] = flag_operand(ev.alg.literal(atom), *axes)
+            else:
+                found[name] = operand(ev.alg.of_atom(atom), *axes, full=False)
+        return found
 
     # ------------------------------------------------------------------ values
     def read(self, value: int, args: tuple[Index, ...]) -> Ref:

@@ -11,6 +11,7 @@ from rewriter.find.reading import (
     Operand,
     Reading,
     Refused,
+    Taken,
     leaves_of,
     operand,
     split_digits,
@@ -259,4 +260,5 @@ class Region:
             operands={**general.operands, **function.operands},
             params={**general.params, "score": function.score},
             proof=proof,
+            taken=Taken("score", function.results),
         )

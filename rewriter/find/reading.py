@@ -147,6 +147,19 @@ class ProvedWith:
     operands: frozenset[str]
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Values that a region computes by equations which the op's parameter holds.
+
+    Attributes:
+        param: The parameter, a callable. It takes them as ``given``.
+        results: By the parameter's names for them, the values as operands.
+    """
+
+    param: str
+    results: Mapping[Any, Operand]
+
+
 @dataclass(eq=False)
 class Reading:
     """A region read as an op; `rewriter.find.match` checks it.
@@ -182,6 +195,8 @@ class Reading:
         proof: A reading of the same region with one of its values given, which is
             proved in place of this one. The equations of that value are the op's own
             parameter: they are taken over, and need no proof.
+        taken: What these equations compute, if gradients are to be proved with their
+            results given.
         code: The traced code of the replacement, with the op's reference, once the
             reading is checked. A changed copy has none.
     """
@@ -210,6 +225,7 @@ class Reading:
     joined: Mapping[Any, Joined] = field(default_factory=dict)
     may_be_inside: bool = False
     proof: Reading | None = None
+    taken: Taken | None = None
     code: Any = field(default=None, init=False, repr=False)
 
     def build(

@@ -50,6 +50,7 @@ from rewriter.algebra.normal_form import (
     Poly,
     TooMuchWork,
 )
+from rewriter.ops.score import ELEMENTWISE
 from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Graph, Node
 
@@ -126,6 +127,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.visits = 0
         self.private = False
         self.ideal = False
+        self.congruent = False
         self.softened: set[int] = set()
         self.outer: frozenset[int] = frozenset()
         self.loops = Loops()
@@ -213,6 +215,8 @@ class Evaluator(Layout, LoopForms, Constants):
     def leaf(self, value: int, args: tuple[Index, ...]) -> int:
         """The atom of an opaque value."""
         if value not in self.names:
+            if self.congruent and (known := self._by_congruence(value, args)):
+                return known
             self.names[value] = ("own", value) if self.private else value
         self.leaf_values.add(value)
         name = self.names[value]
@@ -224,6 +228,19 @@ class Evaluator(Layout, LoopForms, Constants):
             if node is not None and node.prim in ("exp", "exp2"):
                 self.alg.exponentials.add(name)
         return self.alg.atom("leaf", name, (*args, *self.varies(value)))
+
+    def _by_congruence(self, value: int, args: tuple[Index, ...]) -> int | None:
+        """The atom of an elementwise equation without a rule: a function of forms.
+
+        Equal functions of equal forms are equal. So it is where two programs are
+        compared, if `congruent` is set.
+        """
+        node = self.g.node_of(value)
+        if node is None or node.prim not in CONGRUENT or value in self.g.constants:
+            return None
+        params = (f"{k}={v}" for k, v in sorted(node.params.items()) if v is not None)
+        name = " ".join((node.prim, *params))
+        return self.alg.atom("fn", name, *map(self.alg.freeze, self.operands(node, args, FULL)))
 
     def _expandable(self, value: int, mode: str) -> Node | None:
         if value in self.names and value not in self.g.constants:
@@ -456,6 +473,11 @@ class Evaluator(Layout, LoopForms, Constants):
 
 MODERATE = 2.0**-20, 2.0**20
 """Between them, a factor moves from an operand of a contraction to its result."""
+
+CONGRUENT = ELEMENTWISE - {
+    "stop_gradient", "max", "min", "clamp", "select_n", "convert_element_type", "copy",
+}  # fmt: skip
+"""Primitives whose equations may be functions of forms; the others have rules."""
 
 OWN_NAMES = 4
 """The most values of the program remembered for one boolean function."""
