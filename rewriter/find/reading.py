@@ -152,7 +152,8 @@ class Taken:
     """Values that a region computes by equations which the op's parameter holds.
 
     Attributes:
-        param: The parameter, a callable. It takes them as ``given``.
+        param: The parameter, a callable. It gives its names for them, and what it
+            computes, to the function ``seen``.
         results: By the parameter's names for them, the values as operands.
     """
 

@@ -16,7 +16,7 @@ from rewriter.find.match import Match
 from rewriter.find.reading import leaves_of
 from rewriter.find.reference import gradient_function
 from rewriter.gradients.cotangents import is_float
-from rewriter.gradients.taken import traced_with_results, with_results
+from rewriter.gradients.taken import name_results, traced_with_results, with_results
 from rewriter.program.graph import Graph
 from rewriter.program.written import written
 
@@ -104,6 +104,8 @@ def wanted_at(
     here = {**results, **dict(match.leaves)}
     values = [*(here[v] for v in names), cotangent]
     ev, outs = traced_forms(traced, match.reading, values, known)
+    if results:
+        name_results(traced, ev)
     if by_value:
         last = traced.top.env[traced.top.jaxpr.invars[-1]]
         ev.given[last] = functools.partial(known.poly, cotangent)

@@ -136,7 +136,7 @@ class Score:
         row: Any,
         column: Any,
         arrays: Mapping[str, Any],
-        given: Mapping[Any, Any] | None = None,
+        seen: Callable[[Any, Any], Any] = lambda name, x: x,
     ) -> Any:
         """Returns the function's values, shaped as the product.
 
@@ -146,16 +146,11 @@ class Score:
             column: Numbers of keys, int32. All that is given must broadcast.
             arrays: What else it reads, by name. The last axis of a table is the one
                 that is read by index; the others are those before the last two.
-            given: Results that are known, by the number of their equation, or
-                `PRODUCT`. They stand for what is computed, with its derivative.
+            seen: Is given the products as `PRODUCT`, and each equation's number and
+                result. Returns the result.
         """
-        given = given or {}
-
-        def known_as(name: Any, x: Any) -> Any:
-            return _known_as(x, given[name]) if name in given else x
-
         known = {
-            PRODUCT: known_as(PRODUCT, product.astype(self.product_dtype)),
+            PRODUCT: seen(PRODUCT, product.astype(self.product_dtype)),
             ROW: jnp.asarray(row, jnp.int32),
             COLUMN: jnp.asarray(column, jnp.int32),
         }
@@ -172,7 +167,7 @@ class Score:
             return known[ref.kind]
 
         for i, step in enumerate(self.steps):
-            made.append(known_as(i, step.run(*map(read, step.ins))))
+            made.append(seen(i, step.run(*map(read, step.ins))))
         return jnp.broadcast_to(read(self.out), product.shape)
 
     @functools.cached_property
@@ -268,23 +263,6 @@ def number(value: Any, dtype: Any) -> Ref:
     """Returns a number of a dtype, as an equation reads it."""
     scalar = jnp.dtype(dtype).type(value)
     return Ref("number", f" {scalar} {jnp.dtype(dtype)}", scalar)
-
-
-@jax.custom_jvp
-def _known_as(x: Any, value: Any) -> Any:
-    """A value that is known, with the derivative of what it is computed by."""
-    return _shaped_as(x, value)
-
-
-@_known_as.defjvp
-def _known_as_moves(primals: Any, tangents: Any) -> Any:
-    out, (moved, _) = _shaped_as(*primals), tangents
-    return out, jnp.broadcast_to(moved, out.shape)
-
-
-def _shaped_as(x: Any, value: Any) -> Any:
-    shape = jnp.broadcast_shapes(jnp.shape(x), jnp.shape(value))
-    return jnp.broadcast_to(jnp.asarray(value, jnp.asarray(x).dtype), shape)
 
 
 def _bound(primitive: Any, params: dict[str, Any], *given: Any) -> Any:
