@@ -127,12 +127,13 @@ class ScoreReader:
         ev, graph = self.ev, self.ev.g
         nodes = [n for v in self.core if (n := graph.node_of(v)) is not None]
         near = self.core.union(*(n.ins for n in nodes))
+        read = {str(ref) for (value, _), ref in self._known.items() if value in near}
         found: dict[Any, Operand] = {}
         for (value, args), ref in self._known.items():  # layout comes after its source
             name = ref.name if ref.kind == "step" else ref.kind
-            if value not in near or ref.kind not in ("step", PRODUCT) or name in found:
+            if ref.kind not in ("step", PRODUCT) or name in found:
                 continue
-            if ev.varies(value):
+            if str(ref) not in read or ev.varies(value):
                 continue
             atom, axes = ev.alg.atom("leaf", value, args), self.axes.of_scores
             if graph.dtype(value) == bool:
