@@ -67,6 +67,7 @@ class Function:
         dense: Whether one of them has a float for each query and key.
         places: Whether it computes with both a query's and a key's position, or reads
             a table.
+        asked: Whether the program computes the gradient of a table.
         results: By the number of an equation, the program's value that it computes:
             of those that depend on scores, and of what those read. Also the products.
     """
@@ -75,6 +76,7 @@ class Function:
     operands: dict[str, Operand]
     dense: bool
     places: bool
+    asked: bool
     results: dict[Any, Operand]
 
 
@@ -103,6 +105,7 @@ class ScoreReader:
     operands: dict[str, Operand] = field(default_factory=dict)
     dense: bool = False
     places: bool = False
+    asked: bool = False
     _known: dict[Any, Ref] = field(default_factory=dict)
     _steps: dict[str, Ref] = field(default_factory=dict)
     _positional: dict[int, bool] = field(default_factory=dict)
@@ -120,7 +123,9 @@ class ScoreReader:
         dtype = str(self.ev.g.dtype(self.product))
         score = Score(tuple(self.steps), out, dtype)
         operands, results = dict(self.operands), self._results()
-        return Function(score, operands, self.dense, self.places, results)
+        return Function(
+            score, operands, self.dense, self.places, self.asked, results
+        )
 
     def _results(self) -> dict[Any, Operand]:
         """The program's values that the equations compute, as operands."""
@@ -370,6 +375,7 @@ class ScoreReader:
         ev, alg = self.ev, self.ev.alg
         numbers = node.params["dimension_numbers"]
         table, indices = node.ins
+        self.asked |= any(n.prim == "scatter-add" for n in ev.g.users(indices))
         shape, sizes = ev.g.shape(table), node.params["slice_sizes"]
         rows = tuple(a for k, a in enumerate(args) if k not in numbers.offset_dims)
         window = iter(args[k] for k in numbers.offset_dims)
@@ -472,6 +478,8 @@ class ScoreReader:
         for (hot, at, _), (table, there, axis) in (sides, sides[::-1]):
             index = self._index_of(hot, tuple(at), place)
             if index is not None:
+                products = [n for n in ev.g.users(hot) if n.prim == "dot_general"]
+                self.asked |= len(products) > 1
                 dtype = ev.g.dtype(node.outs[0])
                 found = self._lookup(table, there, [(axis, index)], dtype, 0)
                 if ev.g.dtype(table) == dtype:

@@ -82,6 +82,9 @@ class Region:
         ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
         softmax, leaf = self._softmax(ev, form, args)
         function, softmax = self._function(softmax, alg.defs[leaf][2])
+        if known and function.asked:
+            text = "the gradient of a table is asked for, which its bias has at once"
+            raise Refused("bias", text, score=0.1)
         if known and (function.dense or not function.places):
             text = "its bias is an array of the program, which attention takes as it is"
             raise Refused("bias", text, score=0.1)

@@ -83,8 +83,6 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         for pv, side in below
         if any(find.done(GENERAL, v) for v in later_forms(find, pv))
     ]
-    if known and len(below) > 1:
-        return  # differentiated: its gradients are found as attention's
     below.sort(key=lambda found: found[0].outs[0])  # the program's order
     for pv, side in known or below:
         failed = find.cache.get(NAME, 0)
@@ -131,14 +129,17 @@ def _around(
         candidates = _candidates(find, anchor, product)
         for scored in candidates:
             for value in later_forms(find, pv):
-                known = find.done(GENERAL, value)
-                if known and not _adds_of_places(find, scored, product):
+                known = find.found.get((GENERAL, value))
+                if known and not (
+                    _has_bias_of_pairs(known)
+                    and _adds_of_places(find, scored, product)
+                ):
                     return
                 for how in ("full", "soft"):
                     given = (scored, candidates[-1])
                     region = Region(find, value, *given, product, (pv, side), how)
                     try:
-                        yield region.reading(known)
+                        yield region.reading(known is not None)
                     except Refused as refusal:
                         if miss is None or refusal.score > miss.score:
                             miss = refusal.with_traceback(None)
@@ -149,6 +150,19 @@ def _around(
     reported = (GENERAL, anchor.outs[0]) in find.misses  # one reason for a place
     if miss is not None and miss.score > 0.5 and not reported:
         find.missed(NAME, anchor, miss)
+
+
+def _has_bias_of_pairs(reading: Reading) -> bool:
+    """Whether attention is read with a bias that differs by both query and key.
+
+    Without one, attention has an operand for all that is added, as slopes of ALiBi.
+    """
+    bias = reading.operands.get("bias")
+    if bias is None:
+        return False
+    ((form, groups),) = bias.parts
+    ids = reading.algebra.ids(form)
+    return all(ids.intersection(axis) for axis in groups[2:])
 
 
 def _adds_of_places(find: Finder, scored: int, product: Node) -> bool:

@@ -148,7 +148,7 @@ def readings(
         else:
             if not find.done(name, reading.value):
                 continue  # another reading may be proved
-        looking.found.add((reading.op, reading.value))
+        looking.found[reading.op, reading.value] = reading
 
 
 def may_be_stored(find: Finder, dots: Iterable[Node]) -> bool:
