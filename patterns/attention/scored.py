@@ -45,6 +45,9 @@ over keys, whose gradient is 0, would be lost in rounding."""
 SUMS = frozenset({"reduce_sum", "dot_general"})
 """What may add up weights."""
 
+MAXIMA = frozenset({"reduce_max", "argmax"})
+"""What takes the largest number of a row."""
+
 ATTEMPTS = 4
 """Products that are read in vain in one program; reading one is slow."""
 
@@ -77,6 +80,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         if pv.params["dimension_numbers"][0][0]
         and pv not in products
         and find.number(pv.ins[1 - side]) is None
+        and _are_weights(find, pv.ins[side], anchor, products)
     ]
     known = [
         (pv, side)
@@ -117,6 +121,31 @@ def _products(find: Finder, value: int) -> list[Node]:
             new = [i for i in node.ins if i not in seen]
             seen.update(new)
             queue += [i for i in new if i not in find.graph.constants]
+    return found
+
+
+def _are_weights(
+    find: Finder, value: int, anchor: Node, products: list[Node]
+) -> bool:
+    """Whether a value depends on products through exponentials alone, this one too.
+
+    An exponential in the function is behind another one, and a gradient is a multiple
+    of the function's derivative.
+    """
+    graph, found = find.graph, False
+    seen, queue = {value}, [value]
+    while queue and len(seen) < WALK:
+        node = graph.node_of(queue.pop(0))
+        if node is None or node.prim in MAXIMA:
+            continue
+        if node.prim in ANCHORS:
+            found = found or node is anchor
+        elif node in products:
+            return False
+        elif node.prim in BETWEEN:
+            new = [i for i in node.ins if i not in seen and i not in graph.constants]
+            seen.update(new)
+            queue += new
     return found
 
 
@@ -254,7 +283,7 @@ def _is_maximum(find: Finder, value: int) -> bool:
         node = find.graph.node_of(queue.pop(0))
         if node is None:
             continue
-        if node.prim in ("reduce_max", "argmax"):
+        if node.prim in MAXIMA:
             return True
         new = [i for i in node.ins if i not in seen]
         seen.update(new)
