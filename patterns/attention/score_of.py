@@ -123,9 +123,7 @@ class ScoreReader:
         dtype = str(self.ev.g.dtype(self.product))
         score = Score(tuple(self.steps), out, dtype)
         operands, results = dict(self.operands), self._results()
-        return Function(
-            score, operands, self.dense, self.places, self.asked, results
-        )
+        return Function(score, operands, self.dense, self.places, self.asked, results)
 
     def _results(self) -> dict[Any, Operand]:
         """The program's values that the equations compute, as operands."""

@@ -124,9 +124,7 @@ def _products(find: Finder, value: int) -> list[Node]:
     return found
 
 
-def _are_weights(
-    find: Finder, value: int, anchor: Node, products: list[Node]
-) -> bool:
+def _are_weights(find: Finder, value: int, anchor: Node, products: list[Node]) -> bool:
     """Whether a value depends on products through exponentials alone, this one too.
 
     An exponential in the function is behind another one, and a gradient is a multiple
@@ -160,8 +158,7 @@ def _around(
             for value in later_forms(find, pv):
                 known = find.found.get((GENERAL, value))
                 if known and not (
-                    _has_bias_of_pairs(known)
-                    and _adds_of_places(find, scored, product)
+                    _has_bias_of_pairs(known) and _adds_of_places(find, scored, product)
                 ):
                     return
                 for how in ("full", "soft"):

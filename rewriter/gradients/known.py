@@ -41,12 +41,14 @@ class Known:
 def known(graph: Graph, match: Match, backward: Backward) -> Known:
     """Makes a template of proved gradients."""
     leaves = (v for _, v in match.leaves)
-    stops = frozenset([
-        *leaves,
-        *results_here(graph, match).values(),
-        *cancelled_reads(graph, match),
-        backward.cotangent,
-    ])
+    stops = frozenset(
+        [
+            *leaves,
+            *results_here(graph, match).values(),
+            *cancelled_reads(graph, match),
+            backward.cotangent,
+        ]
+    )
 
     def part(value: int) -> Template:
         inside = cone(graph, value, stops) or ()

@@ -65,7 +65,9 @@ def proved_gradients(
             `results_here`; empty if they are computed.
     """
     leaves = (v for _, v in match.leaves)
-    stops = frozenset([*leaves, *cancelled_reads(graph, match), cotangent, *results.values()])
+    stops = frozenset(
+        [*leaves, *cancelled_reads(graph, match), cotangent, *results.values()]
+    )
     by_value = factors is not None
     stops |= factors or frozenset()
     reached = below(graph, cotangent)
@@ -80,7 +82,9 @@ def proved_gradients(
         stops |= joined.foreign
     named = stops - {cotangent} if by_value else stops
     ev = _evaluator(graph, match, named, parts)
-    wanted, outs = wanted_at(graph, reference(), match, cotangent, ev, by_value, results)
+    wanted, outs = wanted_at(
+        graph, reference(), match, cotangent, ev, by_value, results
+    )
     forms = _Forms(ev, wanted, outs)
     grads, zeros = _summed(forms, graph, reached, cones, returned)
     inner = frozenset().union(

@@ -86,7 +86,9 @@ def name_results(traced: Graph, ev: Evaluator) -> None:
         if name.startswith(COMPUTED):
             value = named[name.replace(COMPUTED, GIVEN)]
             form = ev.flag if traced.dtype(value) == bool else ev.poly
-            ev.given.update((v, functools.partial(form, value)) for v in (*node.ins, *node.outs))
+            ev.given.update(
+                (v, functools.partial(form, value)) for v in (*node.ins, *node.outs)
+            )
 
 
 def results_here(graph: Graph, match: Match) -> Mapping[int, int]:

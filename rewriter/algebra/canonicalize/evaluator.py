@@ -240,7 +240,9 @@ class Evaluator(Layout, LoopForms, Constants):
             return None
         params = (f"{k}={v}" for k, v in sorted(node.params.items()) if v is not None)
         name = " ".join((node.prim, *params))
-        return self.alg.atom("fn", name, *map(self.alg.freeze, self.operands(node, args, FULL)))
+        return self.alg.atom(
+            "fn", name, *map(self.alg.freeze, self.operands(node, args, FULL))
+        )
 
     def _expandable(self, value: int, mode: str) -> Node | None:
         if value in self.names and value not in self.g.constants:
