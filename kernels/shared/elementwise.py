@@ -192,7 +192,7 @@ def _range(line: Line, ins: list[Range]) -> Range:
     if len(ends) != len(values):
         return None
     low, high = RANGES[line.name](*ends)
-    return (low, high) if low >= -(1 << 31) and high < 1 << 31 else None
+    return (low, high) if -(1 << 31) <= low and high < 1 << 31 else None
 
 
 def _product(x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:

@@ -83,7 +83,7 @@ def _is_small(line: Line, ranges: Sequence[Range]) -> bool:
     if line.name != "convert_element_type" or line.out not in FLOATS:
         return False
     ends = ranges[line.ins[0]] if isinstance(line.ins[0], int) else None
-    return ends is not None and ends[0] >= -SMALL and ends[1] <= SMALL
+    return ends is not None and -SMALL <= ends[0] and ends[1] <= SMALL
 
 
 def _small_to_float(x: Any) -> Any:
@@ -288,7 +288,7 @@ NEAR = 0.02
 
 
 def _by_series(x: Any, variable: Any, terms: Sequence[float], far: Any) -> Any:
-    """X times a polynomial of a variable for x near 0, and `far` elsewhere."""
+    """x times a polynomial of a variable for x near 0, and `far` elsewhere."""
     near = _fill(x, terms[-1])
     for term in reversed(terms[:-1]):
         near = _fused(near, variable, _fill(x, term))

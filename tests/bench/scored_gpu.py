@@ -203,9 +203,7 @@ def flex_us(function: Function, row: Row, passes: str, sets: Any) -> float:
     return float(np.median(times))
 
 
-def _with(
-    function: Function, array: Any, x: Any, b: Any, h: Any, i: Any, j: Any
-) -> Any:
+def _with(function: Function, array: Any, x: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return function.flex(x, b, h, i, j, array)
 
 

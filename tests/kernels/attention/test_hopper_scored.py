@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.kernels.attention import SCORED
+from rewriter.kernels.attention import SCORED, hopper
 from rewriter.kernels.attention.hopper import backward_kernel, forward_kernel
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.config import Tiles
@@ -60,7 +60,9 @@ def score_of(
         scalars = [jax.ShapeDtypeStruct((), dtype) for _, dtype in given]
         jaxpr = jax.make_jaxpr(function)(*scalars).jaxpr
         refs = dict(zip(jaxpr.invars, (ref for ref, _ in given), strict=True))
-        read = lambda v: number(v.val, v.aval.dtype) if hasattr(v, "val") else refs[v]
+        read = lambda v: (
+            number(v.val, v.aval.dtype) if hasattr(v, "val") else refs[v]
+        )
         for eqn in jaxpr.eqns:
             ins = tuple(map(read, eqn.invars))
             dtype = eqn.outvars[0].aval.dtype
@@ -140,9 +142,7 @@ def wanted(named: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
 
         @jax.jit
         def both(moving: Any, up: Any) -> Any:
-            out, back = jax.vjp(
-                lambda x: SCORED.reference(**x, **rest, **params), moving
-            )
+            out, back = jax.vjp(lambda x: SCORED.reference(**x, **rest, **params), moving)
             return {"out": out, **back(up)[0]}
 
         return both(moving, np.asarray(named["up"], np.float64))
@@ -176,16 +176,8 @@ def test_programs_compute_what_functions_do() -> None:
         assert function is not None
         assert function.supports().ok
         x = jnp.asarray(draw.normal(size=(B, N, T, S)), jnp.float32)
-        i, j = (
-            jnp.arange(T)[:, None] + 0 * x.astype(int),
-            jnp.arange(S) + 0 * x.astype(int),
-        )
-        given = [
-            x,
-            i,
-            j,
-            *(jnp.broadcast_to(read[n], x.shape) for n in function.arrays),
-        ]
+        i, j = jnp.arange(T)[:, None] + 0 * x.astype(int), jnp.arange(S) + 0 * x.astype(int)
+        given = [x, i, j, *(jnp.broadcast_to(read[n], x.shape) for n in function.arrays)]
         for look in function.lookups:
             place, index = lines.evaluated(look.place, given)
             whole = jnp.broadcast_to(read[look.table][:, :, None], (B, N, T, 30))
@@ -267,7 +259,9 @@ def arguments(case: scores.Case) -> list[Any]:
 def forced(case: scores.Case, which: str) -> Function:
     """Returns a spelling whose site is computed by the Hopper kernel."""
     kernels = {"scored_attention": "hopper"}
-    return with_gradients(rewriter.optimize(frame(case, which), implementation=kernels))
+    return with_gradients(
+        rewriter.optimize(frame(case, which), implementation=kernels)
+    )
 
 
 @pytest.mark.once
@@ -276,9 +270,9 @@ def forced(case: scores.Case, which: str) -> Function:
 )
 def test_programs_are_lowered_without_a_gpu(name: str) -> None:
     case = next(c for c in scores.CASES if c.name == name)
-    exported = jax.export.export(jax.jit(forced(case, "first")), platforms=["cuda"])(
-        *arguments(case)
-    )
+    exported = jax.export.export(
+        jax.jit(forced(case, "first")), platforms=["cuda"]
+    )(*arguments(case))
     text = exported.mlir_module()
     assert text.count("mosaic_gpu_v2") >= 3
 
@@ -307,9 +301,7 @@ def test_each_function_on_a_gpu(part: int) -> None:
 
 def found(case: scores.Case, which: str) -> bool:
     """Whether a spelling is a function of scores that the kernel computes."""
-    f = rewriter.optimize(
-        frame(case, which), implementation={"scored_attention": "hopper"}
-    )
+    f = rewriter.optimize(frame(case, which), implementation={"scored_attention": "hopper"})
     arrays = arguments(case)
     sites = f.report(*arrays[:3], *arrays[4:]).sites
     return len(sites) == 1 and sites[0].kernel == "hopper"
