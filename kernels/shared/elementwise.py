@@ -7,7 +7,7 @@ XLA does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,18 @@ class Program:
     decisive: frozenset[int]
     outs: tuple[int | Number, ...]
 
+    def uniform(self, given: Collection[int]) -> frozenset[int]:
+        """Returns the values that are the same for all numbers of a tile.
+
+        Args:
+            given: Those among the values that are given.
+        """
+        same = set(given)
+        for at, line in enumerate(self.lines):
+            if all(isinstance(x, Number) or x in same for x in line.ins):
+                same.add(self.given + at)
+        return frozenset(same)
+
     def ranges(self, given: Sequence[Range]) -> list[Range]:
         """Returns the range of each value that is an integer; None if it is unknown.
 
@@ -192,7 +204,8 @@ def _range(line: Line, ins: list[Range]) -> Range:
     if len(ends) != len(values):
         return None
     low, high = RANGES[line.name](*ends)
-    return (low, high) if -(1 << 31) <= low and high < 1 << 31 else None
+    inside = low >= -(1 << 31) and high < 1 << 31
+    return (low, high) if inside else None
 
 
 def _product(x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:

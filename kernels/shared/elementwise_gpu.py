@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,7 +39,10 @@ EXACT = frozenset({
 
 
 def evaluate(
-    program: Program, given: Sequence[Any], ranges: Sequence[Range] = ()
+    program: Program,
+    given: Sequence[Any],
+    ranges: Sequence[Range] = (),
+    uniform: Collection[int] = (),
 ) -> list[Any]:
     """Returns what a program gives for each number of some tiles.
 
@@ -48,11 +51,13 @@ def evaluate(
         given: Tiles of one shape and layout, `mgpu.FragmentedArray`. Floats of any
             dtype are held as float32, bool as one bit.
         ranges: The ranges of those that are integers.
+        uniform: The indices of those that are the same for all numbers.
 
     Returns:
         Tiles of that kind.
     """
     like, known = given[0], dict(enumerate(given))
+    same = program.uniform(uniform)
     ranges = program.ranges([*ranges, *[None] * (len(given) - len(ranges))])
 
     def read(place: int | Number) -> Any:
@@ -65,6 +70,10 @@ def evaluate(
             ins = [read(x) for x in line.ins]
             if _is_small(line, ranges):
                 made = _small_to_float(ins[0])
+            elif line.name == "div" and at not in program.decisive and (
+                line.floats and line.ins[1] in same
+            ):
+                made = _by_one_divisor(*ins)
             elif at not in program.decisive and line.floats and line.name in FAST:
                 made = FAST[line.name](ins, line)
             else:
@@ -72,6 +81,15 @@ def evaluate(
             made = made if line.name in EXACT else _rounded(made, line.out)
             known[program.given + at] = made
     return [read(x) for x in program.outs]
+
+
+def moved(index: Any, by: int) -> Any:
+    """Returns integers plus a constant, in a way that compilers do not see through.
+
+    They would compute what is the same in every turn of a loop before it, for all
+    columns of a tile, in half as many registers as the tile has.
+    """
+    return _instruction("add.s32", "r", "r")(index, _fill(index, by, "int32"))
 
 
 SMALL = 1 << 22
@@ -83,7 +101,7 @@ def _is_small(line: Line, ranges: Sequence[Range]) -> bool:
     if line.name != "convert_element_type" or line.out not in FLOATS:
         return False
     ends = ranges[line.ins[0]] if isinstance(line.ins[0], int) else None
-    return ends is not None and -SMALL <= ends[0] and ends[1] <= SMALL
+    return ends is not None and ends[0] >= -SMALL and ends[1] <= SMALL
 
 
 def _small_to_float(x: Any) -> Any:
@@ -288,7 +306,7 @@ NEAR = 0.02
 
 
 def _by_series(x: Any, variable: Any, terms: Sequence[float], far: Any) -> Any:
-    """x times a polynomial of a variable for x near 0, and `far` elsewhere."""
+    """Returns x times a polynomial for x near 0, and `far` elsewhere."""
     near = _fill(x, terms[-1])
     for term in reversed(terms[:-1]):
         near = _fused(near, variable, _fill(x, term))
@@ -317,6 +335,16 @@ def _log(x: Any) -> Any:
 def _log1p(x: Any) -> Any:
     far = _log(_plus(x, 1.0))
     return _by_series(x, x, (1.0, -1 / 2, 1 / 3, -1 / 4), far)
+
+
+def _by_one_divisor(x: Any, y: Any) -> Any:
+    """A quotient by what is the same for a whole tile: compilers invert it once."""
+    size, below = _instruction("abs.f32")(y), arith.CmpFPredicate.OLT
+    tiny = _map(lambda a, b: arith.cmpf(below, a, b), size, _fill(y, 2.0**-100))
+    scale = _select(tiny, _fill(y, 2.0**64), _fill(y, 1.0))
+    one, scaled = _fill(y, 1.0), _map(arith.mulf, y, scale)
+    inverse = _instruction("div.full.f32")(one, scaled)
+    return _map(arith.mulf, _map(arith.mulf, x, scale), inverse)
 
 
 def _quotient(ins: Sequence[Any], line: Line) -> Any:
@@ -353,11 +381,11 @@ def _integer_power(ins: Sequence[Any], line: Line) -> Any:
 def _divided(ins: Sequence[Any], line: Line) -> Any:
     if line.floats:
         return _map(arith.divf, *ins)
-    return _whole(ins, eqn, arith.divsi, arith.divui, -1)
+    return _whole(ins, line, arith.divsi, arith.divui, -1)
 
 
 def _remainder(ins: Sequence[Any], line: Line) -> Any:
-    return _whole(ins, eqn, arith.remsi, arith.remui, None)
+    return _whole(ins, line, arith.remsi, arith.remui, None)
 
 
 def _whole(

@@ -642,6 +642,21 @@ def _table(head: tuple, rows: list) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def scored() -> str:
+    """Functions of scores on a Hopper GPU, beside PyTorch's FlexAttention."""
+    by: dict[str, dict[str, dict]] = {}
+    for row in json.loads(record.named("scored_gpu_h100").read_text())["rows"]:
+        by.setdefault(row["row"], {})[row["pass"]] = row["us"]
+    cell = lambda us, arm: f"{us[arm] / 1e3:.1f}" if arm in us else "-"
+    rows = [
+        (name, *(cell(us[x], arm) for x in us for arm in ("written", "flex", "hopper")))
+        for name, us in by.items()
+        if "menu" not in name and len(us) == 2
+    ]
+    arms = ("as written", "FlexAttention", "ours")
+    return _table(("function, sizes", *arms, *(f"{x}, both" for x in arms)), rows)
+
+
 def attention_profile() -> str:
     """What our attention on a Hopper GPU is busy with, and what its warps wait for."""
     data = json.loads(record.named("attention_profile_h200").read_text())
@@ -693,6 +708,7 @@ TABLES = {
     "training": training,
     "hopper": hopper,
     "attention_profile": attention_profile,
+    "scored": scored,
     "tpu_attention": tpu_attention,
     "tpu_splash": tpu_splash,
     "tpu_ragged": tpu_ragged,

@@ -41,8 +41,6 @@ from rewriter.kernels.attention.hopper.config import widths as widths
 from rewriter.kernels.attention.hopper.dtypes import parts, takes_dtypes
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
-from rewriter.kernels.attention.hopper.use import grouped
-from rewriter.kernels.attention.scored_form import OWN
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
@@ -51,6 +49,8 @@ from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from jax import Array
 
     from rewriter.ops.kernel import Spec
@@ -132,9 +132,9 @@ def forward(**given: Any) -> Any:
     e = given["v"].shape[3]
     given |= {name: _filled(given[name]) for name in "qkv"}
     sizes = given["q"].shape[3], given["v"].shape[3]
-    count = parts(given.get(PARAM))
-    config = given.pop("config", None) or first_fitting(*sizes, extra_of(given), count)
-    made = forward_kernel.forward(**grouped(given), config=config)
+    count, extra = parts(given.get(PARAM)), extra_of(flat(given))
+    config = given.pop("config", None) or first_fitting(*sizes, extra, count)
+    made = forward_kernel.forward(**given, config=config)
     if not given.get("residuals"):
         return made[..., :e]
     out, kept = made
@@ -151,24 +151,24 @@ def backward(**given: Any) -> dict[str, Array]:
     names = ("q", "k", "v", "out", "cotangent")
     whole = given | {name: _filled(given[name]) for name in names}
     sizes = whole["q"].shape[3], whole["v"].shape[3]
-    extra = extra_of(given)
+    extra = extra_of(flat(given))
     config = given.pop("config", None) or first_fitting_backward(*sizes, extra)
     if config is None or not fits_backward_widths(config, *sizes, extra).ok:
-        return xla.backward(**given)
+        return xla.backward(**flat(given))
     from rewriter.kernels.attention.hopper import backward_kernel
 
-    grads = backward_kernel.backward(**grouped(whole | {"config": config}))
+    grads = backward_kernel.backward(**whole | {"config": config})
     grads |= {name: grads[name][..., : given[name].shape[3]] for name in "qkv"}
-    floats = {n for n in OWN & given.keys() if _is_float(given[n])}
-    left = ({"bias", "alibi"} | floats) & given.keys() - grads.keys()
+    left = {"bias", "alibi"} & given.keys() - grads.keys()
     if left:
         others = xla.backward(**given)
         grads |= {name: others[name] for name in left}
     return grads
 
 
-def _is_float(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def flat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns operands and parameters with what a function reads among them."""
+    return {n: x for n, x in given.items() if n != "read"} | dict(given.get("read", {}))
 
 
 def _filled(x: Array) -> Array:

@@ -89,7 +89,9 @@ def default(spec: Spec, device: Device) -> Tiles:
     left, _ = spec.param("window", (None, None))
     extra, hides = extra_in(spec), sees_unevenly(spec)
     long = spec.shape("k")[1] >= (LONG_CAUSAL if hides else LONG)
-    if max(h, e) <= 64:
+    if max(h, e) <= 64 and extra.computed:
+        best = Tiles(128, 2, 2)
+    elif max(h, e) <= 64:
         best = Tiles(128, 4, 3, turns=False, held=left is not None or not hides)
     elif max(h, e) > 128:
         best = _of_wide_heads(h, e, spec)
@@ -104,7 +106,8 @@ def default(spec: Spec, device: Device) -> Tiles:
     two = spec.param(PARAM) is not None  # which take more registers
     fewer = replace(best, block_kv=min(best.block_kv, 128), warpgroups=2)
     tried = (best, *((fewer,) if two else ()))
-    tried = (*tried, *(_SMALLER if extra.copied or extra.slopes or two else ()))
+    more = extra.copied or extra.slopes or extra.computed or two
+    tried = (*tried, *(_SMALLER if more else ()))
     smallest = Tiles(32, 2, 2, turns=False)
     tried = [_claiming(x, spec) for x in tried]
     made = next((x for x in tried if _fits(x, spec).ok), smallest)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.scored_form import ARRAYS
-
 if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
+
+READ = "score_"
+"""What the names of arrays begin with that a function of scores reads."""
 
 ROWS, COLUMNS, TABLE, NUMBER = "rows", "columns", "table", "number"
 """Forms of arrays: with a number for each row, each column, each pair, or for all."""
@@ -92,8 +93,8 @@ def extra_of(operands: Mapping[str, Any]) -> Extra:
                 tables.append(table_type(operands[name].dtype).itemsize)
             else:
                 lines.add("columns" if t == 1 else "rows")
-    for name in ARRAYS:
-        form = form_of(operands[name].shape) if name in operands else NUMBER
+    for name in (x for x in operands if x.startswith(READ)):
+        form = form_of(operands[name].shape)
         if form == TABLE:
             tables.append(table_type(operands[name].dtype).itemsize)
         elif form != NUMBER:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.scored_form import TABLES
 from rewriter.kernels.shared import elementwise
 from rewriter.kernels.shared.elementwise import Program, program
 from rewriter.ops.score import BESIDE, LOOKUP, Ref, Step, fill_of
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
     from rewriter.ops.score import Score
 
 NUMBER, INTEGER = "float32", "int32"
+
+AWAY = "away"
+"""What the names of tables of distances begin with."""
+
+
+def is_table(name: str) -> bool:
+    """Returns whether a function reads one number of an array for each score."""
+    return name in TABLES or name.startswith(AWAY)
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Function:
     @property
     def arrays(self) -> tuple[str, ...]:
         """The names of the arrays that broadcast against the scores."""
-        return tuple(n for n, _ in self.dtypes if not n.startswith("table"))
+        return tuple(n for n, _ in self.dtypes if not is_table(n))
 
     @functools.cached_property
     def lookups(self) -> tuple[Lookup, ...]:
@@ -85,7 +94,7 @@ class Function:
         return program(jax.make_jaxpr(both)(*self.inputs(len(self.lookups))))
 
     def inputs(self, looked_up: int) -> list[Any]:
-        """Returns what the programs take: the product, positions, arrays, found numbers.
+        """Returns what programs take: product, positions, arrays, found numbers.
 
         Args:
             looked_up: How many numbers of tables are found before.

@@ -34,11 +34,13 @@ class Read:
             floats, and int32 for others.
         tables: For each lookup a reference to all numbers of its table, float32 or
             int32, one after the other.
+        uniform: For each array whether all its numbers in this tile are the same.
         starts: For each lookup the index of the first number of its table there, int32
             [64], the same for all rows.
     """
 
     arrays: Sequence[Array]
+    uniform: Sequence[bool]
     tables: Sequence[Any]
     starts: Sequence[Array]
 
@@ -95,21 +97,25 @@ def applied(
         starts, addresses = [wide(x) for x in starts], [_address(x) for x in tables]
         parts: list[list[Any]] = [[] for _ in range(1 + slope)]
         ranges = [None, (0, most), (0, most)]
+        same = {3 + i for i, yes in enumerate(read.uniform) if yes}
         for start in range(0, products.shape[1], AT_ONCE):
             cut = slice(start, start + AT_ONCE)
-            at = (first + start, rows) if turned else (rows, first + start)
+            columns = elementwise_gpu.moved(first, start)
+            at = (columns, rows) if turned else (rows, columns)
             given = [products[:, cut], *at]
             for x, dtype in zip(arrays, dtypes, strict=True):
                 given.append(elementwise_gpu.as_dtype(x[:, cut], dtype))
             for look, address, begin in zip(
                 function.lookups, addresses, starts, strict=True
             ):
-                place, index = elementwise_gpu.evaluate(look.place, given, ranges)
+                place, index = elementwise_gpu.evaluate(
+                    look.place, given, ranges, same
+                )
                 found = elementwise_gpu.looked_up(
                     address, begin + place, of[look.table]
                 )
                 given += elementwise_gpu.evaluate(look.found, [found, index])
-            made = elementwise_gpu.evaluate(program, given, ranges)
+            made = elementwise_gpu.evaluate(program, given, ranges, same)
             for part, x in zip(parts, made, strict=True):
                 part.append(x.registers)
         return [

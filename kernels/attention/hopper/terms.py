@@ -27,9 +27,12 @@ from rewriter.kernels.attention.hopper.extra_operands import (
     form_of,
     table_type,
 )
-from rewriter.kernels.attention.hopper.functions import Function, function_of
+from rewriter.kernels.attention.hopper.functions import (
+    Function,
+    function_of,
+    is_table,
+)
 from rewriter.kernels.attention.hopper.score_tiles import Read, applied
-from rewriter.kernels.attention.scored_form import TABLES
 
 if TYPE_CHECKING:
     from jax import Array
@@ -188,7 +191,8 @@ class Terms:
             for name in self.function.arrays
         ]  # fmt: skip
         rows = pallas.row_positions(64) + (place.row + 64 * warpgroup)
-        read = Read(arrays, [given[name] for name in tables], starts)
+        same = [parts[name].form == NUMBER for name in self.function.arrays]
+        read = Read(arrays, same, [given[name] for name in tables], starts)
         return applied(
             self.function, products, rows, pallas.rows(place.column), read,
             most=place.most, turned=turned, slope=slope,
@@ -336,7 +340,7 @@ def terms_of(
 
 def _read_part(name: str, x: Array) -> Part:
     """The part of what a function reads."""
-    form = LOOKED_UP if name in TABLES else form_of(x.shape)
+    form = LOOKED_UP if is_table(name) else form_of(x.shape)
     dtype = _read_type(x.dtype, form)
     b, n = x.shape[:2]
     size = x.shape[2] if form == LOOKED_UP else 0

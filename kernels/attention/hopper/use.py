@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.hopper.blocks import Mask
-from rewriter.kernels.attention.scored_form import OWN
 
 if TYPE_CHECKING:
     from jax import Array
@@ -132,8 +131,3 @@ class Use:
             more=hides, prefixes=self.prefix is not None,
         )  # fmt: skip
 
-
-def grouped(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns operands and parameters of the op as fields of `Use`."""
-    read = {n: x for n, x in given.items() if n in OWN}
-    return {n: x for n, x in given.items() if n not in OWN} | {"read": read}

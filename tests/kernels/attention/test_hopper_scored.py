@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.kernels.attention import SCORED, hopper
+from rewriter.kernels.attention import SCORED
 from rewriter.kernels.attention.hopper import backward_kernel, forward_kernel
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.config import Tiles
 from rewriter.kernels.attention.hopper.functions import function_of
+from rewriter.kernels.attention.hopper.hoisting import hoisted
 from rewriter.kernels.attention.hopper.scored import KERNEL
-from rewriter.kernels.attention.hopper.use import grouped
 from rewriter.kernels.attention.scored_form import OWN
-from rewriter.kernels.shared import elementwise, elementwise_gpu
 from rewriter.ops.kernel import spec_of
 from rewriter.ops.score import Ref, Score, lookup_step, number, primitive_step
 from tests.kernels.attention.test_hopper import CAUSAL, LIMITS, error, operands
@@ -123,6 +122,12 @@ BACKWARD = {
 }
 
 
+RUNS = [
+    "every form | two kernels", "causal | two kernels", "every form | divided",
+    "every form | fused", "bent | two kernels", "hidden in the function | two kernels",
+]  # fmt: skip
+
+
 def use_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns operands, with a cotangent as ``up``, and parameters."""
     main, arrays, index, given = CASES[name]
@@ -142,21 +147,23 @@ def wanted(named: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
 
         @jax.jit
         def both(moving: Any, up: Any) -> Any:
-            out, back = jax.vjp(lambda x: SCORED.reference(**x, **rest, **params), moving)
+            of = lambda x: SCORED.reference(**x, **rest, **params)
+            out, back = jax.vjp(of, moving)
             return {"out": out, **back(up)[0]}
 
         return both(moving, np.asarray(named["up"], np.float64))
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("kind", BACKWARD)
-@pytest.mark.parametrize("name", first(2, CASES))
-def test_its_code_run_by_threads(name: str, kind: str) -> None:
-    if kind != "two kernels" and name != "every form":
-        pytest.skip("the same code")
+@pytest.mark.parametrize("run", first(2, RUNS))
+def test_its_code_run_by_threads(run: str) -> None:
+    name, kind = run.split(" | ")
     named, params = use_of(name)
     want, up = wanted(named, params), named.pop("up")
-    given = grouped({**named, **params})
+    read = {n: named.pop(n) for n in OWN & named.keys()}
+    apart = hoisted(params["score"], read, T, S)
+    given = {**named, **params, "score": apart.score}
+    given["read"] = {n: np.asarray(x) for n, x in apart.read(read, T, S).items()}
     with simulator.simulated():
         out, residuals = forward_kernel.forward(**given, residuals=True, config=TILES)
         got = backward_kernel.backward(
@@ -167,33 +174,29 @@ def test_its_code_run_by_threads(name: str, kind: str) -> None:
 
 
 @pytest.mark.once
-def test_programs_compute_what_functions_do() -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_programs_compute_what_functions_do(name: str) -> None:
     """Line by line, against the function itself and its derivative."""
-    for name in CASES:
-        named, params = use_of(name)
-        read = {n: jnp.asarray(x) for n, x in named.items() if n in OWN}
-        function = function_of(params["score"], read)
-        assert function is not None
-        assert function.supports().ok
-        x = jnp.asarray(draw.normal(size=(B, N, T, S)), jnp.float32)
-        i, j = jnp.arange(T)[:, None] + 0 * x.astype(int), jnp.arange(S) + 0 * x.astype(int)
-        given = [x, i, j, *(jnp.broadcast_to(read[n], x.shape) for n in function.arrays)]
-        for look in function.lookups:
-            place, index = lines.evaluated(look.place, given)
-            whole = jnp.broadcast_to(read[look.table][:, :, None], (B, N, T, 30))
-            found = jnp.take_along_axis(whole, place, -1)
-            given += lines.evaluated(look.found, [found, index])
-        apply = lambda x: params["score"](x, i, j, read)
-        value, slope = jax.jvp(apply, (x,), (jnp.ones_like(x),))
-        np.testing.assert_allclose(lines.evaluated(function.value, given)[0], value)
-        both = lines.evaluated(function.value_and_slope, given)
-        np.testing.assert_allclose(both[0], value)
-        np.testing.assert_allclose(both[1], slope, atol=1e-6)
-
-
-@pytest.mark.once
-def test_every_primitive_has_code() -> None:
-    assert elementwise_gpu.COMPUTE.keys() == elementwise.INSTRUCTIONS.keys()
+    named, params = use_of(name)
+    read = {n: jnp.asarray(x) for n, x in named.items() if n in OWN}
+    function = function_of(params["score"], read)
+    assert function is not None
+    assert function.supports().ok
+    x = jnp.asarray(draw.normal(size=(B, N, T, S)), jnp.float32)
+    i = jnp.broadcast_to(jnp.arange(T)[:, None], x.shape)
+    j = jnp.broadcast_to(jnp.arange(S), x.shape)
+    given = [x, i, j, *(jnp.broadcast_to(read[n], x.shape) for n in function.arrays)]
+    for look in function.lookups:
+        place, index = lines.evaluated(look.place, given)
+        whole = jnp.broadcast_to(read[look.table][:, :, None], (B, N, T, 30))
+        found = jnp.take_along_axis(whole, place, -1)
+        given += lines.evaluated(look.found, [found, index])
+    apply = lambda x: params["score"](x, i, j, read)
+    value, slope = jax.jvp(apply, (x,), (jnp.ones_like(x),))
+    np.testing.assert_allclose(lines.evaluated(function.value, given)[0], value)
+    both = lines.evaluated(function.value_and_slope, given)
+    np.testing.assert_allclose(both[0], value)
+    np.testing.assert_allclose(both[1], slope, atol=1e-6)
 
 
 @pytest.mark.once
@@ -215,6 +218,34 @@ def test_what_it_does_not_support() -> None:
     assert not KERNEL.supports(passing).ok
     wide = {n: x.astype(np.float32) for n, x in named.items()}
     assert not KERNEL.supports(spec_of(SCORED, wide, params)).ok
+
+
+@pytest.mark.once
+def test_what_repeats_is_computed_before() -> None:
+    """By distance, query, key and head; what remains reads it."""
+
+    def main(x: Any, i: Any, j: Any, r: Any) -> Any:
+        floats = lambda x: x.astype(jnp.float32)
+        of_query, of_key = jnp.log(floats(i) + 2.0), jnp.sqrt(floats(j) + 1.0)
+        far = jnp.exp(jnp.log1p(jnp.abs(floats(i - j))) * -jnp.tanh(r))
+        return x * far + of_query * of_key
+
+    arrays = {"score_0": array(1, N, 1, 1)}
+    score = score_of(main, arrays)
+    apart = hoisted(score, arrays, T, S)
+    assert {part.kind for part in apart.parts} == {"distance", "rows", "columns"}
+    assert apart.score.primitives <= {"sub", "add", "mul", "lookup", "copy"}
+    read = apart.read(arrays, T, S)
+    assert {n: x.shape for n, x in read.items()} == {
+        "away_1": (1, N, T + S - 1), "score_of_rows_1": (1, 1, T, 1),
+        "score_of_columns_1": (1, 1, 1, S),
+    }  # fmt: skip
+    x = draw.normal(size=(B, N, T, S)).astype(np.float32)
+    i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
+    got, want = apart.score(x, i, j, read), score(x, i, j, arrays)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    plain = score_of(lambda x, i, j: x + jnp.abs(i - j).astype(jnp.float32), {})
+    assert not hoisted(plain, {}, T, S).parts  # it takes longer to read than to compute
 
 
 # ------------------------------------------------------------------------ programs
@@ -266,7 +297,7 @@ def forced(case: scores.Case, which: str) -> Function:
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    "name", first(2, ["temperature per query", "t5 buckets, capped", "gelu", "fire"])
+    "name", first(1, ["t5 buckets, capped", "temperature per query", "gelu", "fire"])
 )
 def test_programs_are_lowered_without_a_gpu(name: str) -> None:
     case = next(c for c in scores.CASES if c.name == name)
@@ -301,7 +332,8 @@ def test_each_function_on_a_gpu(part: int) -> None:
 
 def found(case: scores.Case, which: str) -> bool:
     """Whether a spelling is a function of scores that the kernel computes."""
-    f = rewriter.optimize(frame(case, which), implementation={"scored_attention": "hopper"})
+    kernels = {"scored_attention": ["hopper", "xla"]}
+    f = rewriter.optimize(frame(case, which), implementation=kernels)
     arrays = arguments(case)
     sites = f.report(*arrays[:3], *arrays[4:]).sites
     return len(sites) == 1 and sites[0].kernel == "hopper"
