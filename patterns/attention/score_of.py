@@ -26,7 +26,7 @@ from rewriter.algebra.canonicalize import (
 )
 from rewriter.algebra.normal_form import TRUE, Index, OverBudget
 from rewriter.find.finder import RegionEvaluator
-from rewriter.find.reading import Operand, Refused, flag_operand, operand
+from rewriter.find.reading import Operand, Refused
 from rewriter.ops.score import (
     BESIDE,
     COLUMN,
@@ -45,6 +45,7 @@ from rewriter.ops.score import (
     primitive_step,
 )
 from rewriter.patterns.attention.axes import Axes
+from rewriter.patterns.attention.score_results import score_results
 from rewriter.program.graph import Node
 
 ARRAYS, TABLES = 8, 4
@@ -94,6 +95,8 @@ class ScoreReader:
         product: The products of queries and keys.
         at: Their index arguments.
         core: All values that are computed from them.
+        known: Where the function finds what was read: pairs of a value and its index
+            arguments. A value in another layout comes after its source.
     """
 
     ev: RegionEvaluator
@@ -106,7 +109,7 @@ class ScoreReader:
     dense: bool = False
     places: bool = False
     asked: bool = False
-    _known: dict[Any, Ref] = field(default_factory=dict)
+    known: dict[Any, Ref] = field(default_factory=dict)
     _steps: dict[str, Ref] = field(default_factory=dict)
     _positional: dict[int, bool] = field(default_factory=dict)
 
@@ -122,28 +125,8 @@ class ScoreReader:
             raise Refused("scores", str(why), score=0.6) from None
         dtype = str(self.ev.g.dtype(self.product))
         score = Score(tuple(self.steps), out, dtype)
-        operands, results = dict(self.operands), self._results()
+        operands, results = dict(self.operands), score_results(self)
         return Function(score, operands, self.dense, self.places, self.asked, results)
-
-    def _results(self) -> dict[Any, Operand]:
-        """The program's values that the equations compute, as operands."""
-        ev, graph = self.ev, self.ev.g
-        nodes = [n for v in self.core if (n := graph.node_of(v)) is not None]
-        near = self.core.union(*(n.ins for n in nodes))
-        read = {str(ref) for (value, _), ref in self._known.items() if value in near}
-        found: dict[Any, Operand] = {}
-        for (value, args), ref in self._known.items():  # layout comes after its source
-            name = ref.name if ref.kind == "step" else ref.kind
-            if ref.kind not in ("step", PRODUCT) or name in found:
-                continue
-            if str(ref) not in read or ev.varies(value):
-                continue
-            atom, axes = ev.alg.atom("leaf", value, args), self.axes.of_scores
-            if graph.dtype(value) == bool:
-                found[name] = flag_operand(ev.alg.literal(atom), *axes)
-            else:
-                found[name] = operand(ev.alg.of_atom(atom), *axes, full=False)
-        return found
 
     # ------------------------------------------------------------------ values
     def read(self, value: int, args: tuple[Index, ...]) -> Ref:
@@ -153,9 +136,9 @@ class ScoreReader:
             Unread: If it cannot be had for each place by itself.
         """
         key = (value, args)
-        if key not in self._known:
-            self._known[key] = self._read(value, args)
-        return self._known[key]
+        if key not in self.known:
+            self.known[key] = self._read(value, args)
+        return self.known[key]
 
     def _read(self, value: int, args: tuple[Index, ...]) -> Ref:
         graph = self.ev.g
@@ -179,8 +162,8 @@ class ScoreReader:
         """Takes back what was read in vain."""
         del self.steps[count:]
         self.operands, self.dense = operands, dense
-        kept = {k: r for k, r in self._known.items() if self._is_there(r)}
-        self._known = kept
+        kept = {k: r for k, r in self.known.items() if self._is_there(r)}
+        self.known = kept
         self._steps = {k: r for k, r in self._steps.items() if self._is_there(r)}
 
     def _is_there(self, ref: Ref) -> bool:
@@ -347,8 +330,8 @@ class ScoreReader:
         cast = None if key[0] != "iota" else str(dtype)
         parts = ((form, self.axes.of_scores),)
         self.operands[name] = Operand(parts, False, None, cast)
-        self._known[key] = Ref("array", name)
-        return self._known[key]
+        self.known[key] = Ref("array", name)
+        return self.known[key]
 
     def _table(
         self, value: int, args: tuple[Index, ...], places: tuple[int, ...]

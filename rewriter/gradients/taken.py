@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from rewriter import _jax
-from rewriter.algebra.canonicalize import Evaluator
+from rewriter.algebra.canonicalize import Evaluator, kind_of
 from rewriter.find.match import Match
 from rewriter.find.reading import Reading, leaves_of
 from rewriter.program.graph import Graph
@@ -85,7 +85,7 @@ def name_results(traced: Graph, ev: Evaluator) -> None:
         name = node.params["name"]
         if name.startswith(COMPUTED):
             value = named[name.replace(COMPUTED, GIVEN)]
-            form = ev.flag if traced.dtype(value) == bool else ev.poly
+            form = ev.flag if kind_of(traced.dtype(value)) == "b" else ev.poly
             ev.given.update(
                 (v, functools.partial(form, value)) for v in (*node.ins, *node.outs)
             )
