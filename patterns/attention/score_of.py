@@ -45,6 +45,7 @@ from rewriter.ops.score import (
     primitive_step,
 )
 from rewriter.patterns.attention.axes import Axes
+from rewriter.patterns.attention.inlined import inlined_call
 from rewriter.patterns.attention.score_results import score_results
 from rewriter.program.graph import Node
 
@@ -221,6 +222,11 @@ class ScoreReader:
         if node.prim not in ELEMENTWISE and node.prim not in NAMED:
             raise Unread(f"scores go through {node.prim}, which is not elementwise")
         self.places |= self._is_dense(args) and value not in self.core
+        call = inlined_call(ev.g, node)
+        if call is not None:
+            name, given = call
+            read = tuple(self.read(i, ev.aligned(i, args)) for i in given)
+            return self._add(named_step(name, read, dtype))
         ins = tuple(self.read(i, ev.aligned(i, args)) for i in node.ins)
         return self._equation(node, ins, dtype)
 

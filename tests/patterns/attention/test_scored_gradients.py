@@ -155,7 +155,7 @@ def scanned(f: Function) -> Function:
 CONTEXTS = {"layers": layers, "scan": scanned, "checkpoint": jax.checkpoint}
 
 
-NAMES = "arctan", "checkerboard"
+NAMES = "mish", "arctan", "checkerboard"
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
