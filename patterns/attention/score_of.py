@@ -26,6 +26,7 @@ from rewriter.algebra.canonicalize import (
 )
 from rewriter.algebra.normal_form import TRUE, Index, OverBudget
 from rewriter.find.finder import RegionEvaluator
+from rewriter.find.inlined_rules import inlined_call
 from rewriter.find.reading import Operand, Refused
 from rewriter.ops.score import (
     BESIDE,
@@ -45,7 +46,6 @@ from rewriter.ops.score import (
     primitive_step,
 )
 from rewriter.patterns.attention.axes import Axes
-from rewriter.patterns.attention.inlined import inlined_call
 from rewriter.patterns.attention.score_results import score_results
 from rewriter.program.graph import Node
 

@@ -215,7 +215,8 @@ class Evaluator(Layout, LoopForms, Constants):
     def leaf(self, value: int, args: tuple[Index, ...]) -> int:
         """The atom of an opaque value."""
         if value not in self.names:
-            if self.congruent and (known := self._by_congruence(value, args)):
+            known = self._by_congruence(value, args) if self.congruent else None
+            if known is not None:
                 return known
             self.names[value] = ("own", value) if self.private else value
         self.leaf_values.add(value)
