@@ -15,6 +15,7 @@ from jaxlib.mlir.dialects import llvm
 
 from rewriter.kernels.attention.hopper.pallas import ROWS, TILE
 from rewriter.kernels.shared import elementwise_gpu
+from rewriter.kernels.shared.register_tiles import moved
 
 if TYPE_CHECKING:
     from jax import Array
@@ -100,7 +101,7 @@ def applied(
         same = {3 + i for i, yes in enumerate(read.uniform) if yes}
         for start in range(0, products.shape[1], AT_ONCE):
             cut = slice(start, start + AT_ONCE)
-            columns = elementwise_gpu.moved(first, start)
+            columns = moved(first, start)
             at = (columns, rows) if turned else (rows, columns)
             given = [products[:, cut], *at]
             for x, dtype in zip(arrays, dtypes, strict=True):

@@ -46,6 +46,7 @@ def _named(name: str) -> Callable[..., Any]:
 
 OPS: Mapping[str, Callable[..., Any]] = {
     "add_any": lax.add, "one_minus_square": lambda x: 1 - x * x,
-    "and": lax.bitwise_and, "or": lax.bitwise_or, "not": lax.bitwise_not, "xor": lax.bitwise_xor, "pow": lax.pow,
+    "and": lax.bitwise_and, "or": lax.bitwise_or, "not": lax.bitwise_not,
+    "xor": lax.bitwise_xor, "pow": lax.pow,
     "convert_element_type": lambda x, new_dtype: lax.convert_element_type(x, new_dtype),
 }  # fmt: skip
