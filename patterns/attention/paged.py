@@ -59,7 +59,7 @@ def _looking_through(find: Finder) -> Finder | None:
         )
         find.cache[NAME] = (
             dataclasses.replace(
-                find, gathers=found, misses={}, found=set(), cache={},
+                find, gathers=found, misses={}, found={}, cache={},
                 _known_empty=set(), _asked={}, _names={},
             )
             if found

@@ -115,7 +115,7 @@ def other_search(find: Finder, name: str) -> Finder:
     key = ("read again", name)
     if key not in find.cache:
         find.cache[key] = dataclasses.replace(
-            find, misses={}, found=set(), cache={}, _known_empty=set(), _asked={},
+            find, misses={}, found={}, cache={}, _known_empty=set(), _asked={},
             _names={},
         )  # fmt: skip
     return find.cache[key]
