@@ -44,9 +44,9 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
             yield paged(looking, reading)
         except Refused as refusal:
             find.missed(NAME, anchor, refusal)
-            looking.found.add((reading.op, reading.value))
+            looking.found[reading.op, reading.value] = reading
         if find.done(NAME, reading.value):
-            looking.found.add((reading.op, reading.value))
+            looking.found[reading.op, reading.value] = reading
 
 
 def _looking_through(find: Finder) -> Finder | None:
@@ -59,7 +59,7 @@ def _looking_through(find: Finder) -> Finder | None:
         )
         find.cache[NAME] = (
             dataclasses.replace(
-                find, gathers=found, misses={}, found=set(), cache={},
+                find, gathers=found, misses={}, found={}, cache={},
                 _known_empty={}, _asked={}, _names={},
             )
             if found

@@ -26,6 +26,7 @@ from rewriter.algebra.canonicalize import (
 )
 from rewriter.algebra.normal_form import TRUE, Index, OverBudget
 from rewriter.find.finder import RegionEvaluator
+from rewriter.find.inlined_rules import inlined_call
 from rewriter.find.reading import Operand, Refused
 from rewriter.ops.score import (
     BESIDE,
@@ -45,6 +46,7 @@ from rewriter.ops.score import (
     primitive_step,
 )
 from rewriter.patterns.attention.axes import Axes
+from rewriter.patterns.attention.score_results import score_results
 from rewriter.program.graph import Node
 
 ARRAYS, TABLES = 8, 4
@@ -67,12 +69,17 @@ class Function:
         dense: Whether one of them has a float for each query and key.
         places: Whether it computes with both a query's and a key's position, or reads
             a table.
+        asked: Whether the program computes the gradient of a table.
+        results: By the number of an equation, the program's value that it computes:
+            of those that depend on scores, and of what those read. Also the products.
     """
 
     score: Score
     operands: dict[str, Operand]
     dense: bool
     places: bool
+    asked: bool
+    results: dict[Any, Operand]
 
 
 class Unread(Exception):
@@ -89,6 +96,8 @@ class ScoreReader:
         product: The products of queries and keys.
         at: Their index arguments.
         core: All values that are computed from them.
+        known: Where the function finds what was read: pairs of a value and its index
+            arguments. A value in another layout comes after its source.
     """
 
     ev: RegionEvaluator
@@ -100,7 +109,8 @@ class ScoreReader:
     operands: dict[str, Operand] = field(default_factory=dict)
     dense: bool = False
     places: bool = False
-    _known: dict[Any, Ref] = field(default_factory=dict)
+    asked: bool = False
+    known: dict[Any, Ref] = field(default_factory=dict)
     _steps: dict[str, Ref] = field(default_factory=dict)
     _positional: dict[int, bool] = field(default_factory=dict)
 
@@ -116,7 +126,8 @@ class ScoreReader:
             raise Refused("scores", str(why), score=0.6) from None
         dtype = str(self.ev.g.dtype(self.product))
         score = Score(tuple(self.steps), out, dtype)
-        return Function(score, dict(self.operands), self.dense, self.places)
+        operands, results = dict(self.operands), score_results(self)
+        return Function(score, operands, self.dense, self.places, self.asked, results)
 
     # ------------------------------------------------------------------ values
     def read(self, value: int, args: tuple[Index, ...]) -> Ref:
@@ -126,9 +137,9 @@ class ScoreReader:
             Unread: If it cannot be had for each place by itself.
         """
         key = (value, args)
-        if key not in self._known:
-            self._known[key] = self._read(value, args)
-        return self._known[key]
+        if key not in self.known:
+            self.known[key] = self._read(value, args)
+        return self.known[key]
 
     def _read(self, value: int, args: tuple[Index, ...]) -> Ref:
         graph = self.ev.g
@@ -152,8 +163,8 @@ class ScoreReader:
         """Takes back what was read in vain."""
         del self.steps[count:]
         self.operands, self.dense = operands, dense
-        kept = {k: r for k, r in self._known.items() if self._is_there(r)}
-        self._known = kept
+        kept = {k: r for k, r in self.known.items() if self._is_there(r)}
+        self.known = kept
         self._steps = {k: r for k, r in self._steps.items() if self._is_there(r)}
 
     def _is_there(self, ref: Ref) -> bool:
@@ -211,6 +222,11 @@ class ScoreReader:
         if node.prim not in ELEMENTWISE and node.prim not in NAMED:
             raise Unread(f"scores go through {node.prim}, which is not elementwise")
         self.places |= self._is_dense(args) and value not in self.core
+        call = inlined_call(ev.g, node)
+        if call is not None:
+            name, given = call
+            read = tuple(self.read(i, ev.aligned(i, args)) for i in given)
+            return self._add(named_step(name, read, dtype))
         ins = tuple(self.read(i, ev.aligned(i, args)) for i in node.ins)
         return self._equation(node, ins, dtype)
 
@@ -320,8 +336,8 @@ class ScoreReader:
         cast = None if key[0] != "iota" else str(dtype)
         parts = ((form, self.axes.of_scores),)
         self.operands[name] = Operand(parts, False, None, cast)
-        self._known[key] = Ref("array", name)
-        return self._known[key]
+        self.known[key] = Ref("array", name)
+        return self.known[key]
 
     def _table(
         self, value: int, args: tuple[Index, ...], places: tuple[int, ...]
@@ -346,6 +362,7 @@ class ScoreReader:
         ev, alg = self.ev, self.ev.alg
         numbers = node.params["dimension_numbers"]
         table, indices = node.ins
+        self.asked |= any(n.prim == "scatter-add" for n in ev.g.users(indices))
         shape, sizes = ev.g.shape(table), node.params["slice_sizes"]
         rows = tuple(a for k, a in enumerate(args) if k not in numbers.offset_dims)
         window = iter(args[k] for k in numbers.offset_dims)
@@ -448,6 +465,8 @@ class ScoreReader:
         for (hot, at, _), (table, there, axis) in (sides, sides[::-1]):
             index = self._index_of(hot, tuple(at), place)
             if index is not None:
+                products = [n for n in ev.g.users(hot) if n.prim == "dot_general"]
+                self.asked |= len(products) > 1
                 dtype = ev.g.dtype(node.outs[0])
                 found = self._lookup(table, there, [(axis, index)], dtype, 0)
                 if ev.g.dtype(table) == dtype:

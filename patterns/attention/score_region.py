@@ -11,6 +11,7 @@ from rewriter.find.reading import (
     Operand,
     Reading,
     Refused,
+    Taken,
     leaves_of,
     operand,
     split_digits,
@@ -81,6 +82,9 @@ class Region:
         ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
         softmax, leaf = self._softmax(ev, form, args)
         function, softmax = self._function(softmax, alg.defs[leaf][2])
+        if known and function.asked:
+            text = "the gradient of a table is asked for, which its bias has at once"
+            raise Refused("bias", text, score=0.1)
         if known and (function.dense or not function.places):
             text = "its bias is an array of the program, which attention takes as it is"
             raise Refused("bias", text, score=0.1)
@@ -259,4 +263,5 @@ class Region:
             operands={**general.operands, **function.operands},
             params={**general.params, "score": function.score},
             proof=proof,
+            taken=Taken("score", function.results),
         )

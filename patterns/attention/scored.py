@@ -45,6 +45,9 @@ over keys, whose gradient is 0, would be lost in rounding."""
 SUMS = frozenset({"reduce_sum", "dot_general"})
 """What may add up weights."""
 
+MAXIMA = frozenset({"reduce_max", "argmax"})
+"""What takes the largest number of a row."""
+
 ATTEMPTS = 4
 """Products that are read in vain in one program; reading one is slow."""
 
@@ -77,14 +80,13 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         if pv.params["dimension_numbers"][0][0]
         and pv not in products
         and find.number(pv.ins[1 - side]) is None
+        and _are_weights(find, pv.ins[side], anchor, products)
     ]
     known = [
         (pv, side)
         for pv, side in below
         if any(find.done(GENERAL, v) for v in later_forms(find, pv))
     ]
-    if known and len(below) > 1:
-        return  # differentiated: its gradients are found as attention's
     below.sort(key=lambda found: found[0].outs[0])  # the program's order
     for pv, side in known or below:
         failed = find.cache.get(NAME, 0)
@@ -122,6 +124,29 @@ def _products(find: Finder, value: int) -> list[Node]:
     return found
 
 
+def _are_weights(find: Finder, value: int, anchor: Node, products: list[Node]) -> bool:
+    """Whether a value depends on products through exponentials alone, this one too.
+
+    An exponential in the function is behind another one, and a gradient is a multiple
+    of the function's derivative.
+    """
+    graph, found = find.graph, False
+    seen, queue = {value}, [value]
+    while queue and len(seen) < WALK:
+        node = graph.node_of(queue.pop(0))
+        if node is None or node.prim in MAXIMA:
+            continue
+        if node.prim in ANCHORS:
+            found = found or node is anchor
+        elif node in products:
+            return False
+        elif node.prim in BETWEEN:
+            new = [i for i in node.ins if i not in seen and i not in graph.constants]
+            seen.update(new)
+            queue += new
+    return found
+
+
 def _around(
     find: Finder, anchor: Node, products: list[Node], pv: Node, side: int
 ) -> Iterator[Reading]:
@@ -131,14 +156,16 @@ def _around(
         candidates = _candidates(find, anchor, product)
         for scored in candidates:
             for value in later_forms(find, pv):
-                known = find.done(GENERAL, value)
-                if known and not _adds_of_places(find, scored, product):
+                known = find.found.get((GENERAL, value))
+                if known and not (
+                    _has_bias_of_pairs(known) and _adds_of_places(find, scored, product)
+                ):
                     return
                 for how in ("full", "soft"):
                     given = (scored, candidates[-1])
                     region = Region(find, value, *given, product, (pv, side), how)
                     try:
-                        yield region.reading(known)
+                        yield region.reading(known is not None)
                     except Refused as refusal:
                         if miss is None or refusal.score > miss.score:
                             miss = refusal.with_traceback(None)
@@ -149,6 +176,19 @@ def _around(
     reported = (GENERAL, anchor.outs[0]) in find.misses  # one reason for a place
     if miss is not None and miss.score > 0.5 and not reported:
         find.missed(NAME, anchor, miss)
+
+
+def _has_bias_of_pairs(reading: Reading) -> bool:
+    """Whether attention is read with a bias that differs by both query and key.
+
+    Without one, attention has an operand for all that is added, as slopes of ALiBi.
+    """
+    bias = reading.operands.get("bias")
+    if bias is None:
+        return False
+    ((form, groups),) = bias.parts
+    ids = reading.algebra.ids(form)
+    return all(ids.intersection(axis) for axis in groups[2:])
 
 
 def _adds_of_places(find: Finder, scored: int, product: Node) -> bool:
@@ -240,7 +280,7 @@ def _is_maximum(find: Finder, value: int) -> bool:
         node = find.graph.node_of(queue.pop(0))
         if node is None:
             continue
-        if node.prim in ("reduce_max", "argmax"):
+        if node.prim in MAXIMA:
             return True
         new = [i for i in node.ins if i not in seen]
         seen.update(new)

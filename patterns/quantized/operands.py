@@ -115,7 +115,7 @@ def other_search(find: Finder, name: str) -> Finder:
     key = ("read again", name)
     if key not in find.cache:
         find.cache[key] = dataclasses.replace(
-            find, misses={}, found=set(), cache={}, _known_empty={}, _asked={},
+            find, misses={}, found={}, cache={}, _known_empty={}, _asked={},
             _names={},
         )  # fmt: skip
     return find.cache[key]
@@ -148,7 +148,7 @@ def readings(
         else:
             if not find.done(name, reading.value):
                 continue  # another reading may be proved
-        looking.found.add((reading.op, reading.value))
+        looking.found[reading.op, reading.value] = reading
 
 
 def may_be_stored(find: Finder, dots: Iterable[Node]) -> bool:

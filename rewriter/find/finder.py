@@ -55,7 +55,7 @@ class Finder:
     gathers: frozenset[int] = frozenset()
     pieces: frozenset[int] = frozenset()
     misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
-    found: set[tuple[str, int]] = field(default_factory=set)
+    found: dict[tuple[str, int], Any] = field(default_factory=dict)
     cache: dict[Any, Any] = field(default_factory=dict)
     _known_empty: dict[str, set[int]] = field(default_factory=dict)
     _around: dict[int, int] = field(default_factory=dict)

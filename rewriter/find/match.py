@@ -352,7 +352,7 @@ def _ways(
 
 
 def _match(find, pattern, anchor, reading, spec, value, leaves, inner, found) -> Match:
-    find.found.add((pattern.name, value))
+    find.found[pattern.name, value] = reading
     node = find.graph.node_of(value)
     where = find.where(anchor) or find.where(node)
     place = find.regions.place(node.scope)

@@ -147,6 +147,20 @@ class ProvedWith:
     operands: frozenset[str]
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Values that a region computes by equations which the op's parameter holds.
+
+    Attributes:
+        param: The parameter, a callable. It gives its names for them, and what it
+            computes, to the function ``seen``.
+        results: By the parameter's names for them, the values as operands.
+    """
+
+    param: str
+    results: Mapping[Any, Operand]
+
+
 @dataclass(eq=False)
 class Reading:
     """A region read as an op; `rewriter.find.match` checks it.
@@ -183,6 +197,8 @@ class Reading:
         proof: A reading of the same region with one of its values given, which is
             proved in place of this one. The equations of that value are the op's own
             parameter: they are taken over, and need no proof.
+        taken: What these equations compute, if gradients are to be proved with their
+            results given.
         code: The traced code of the replacement, with the op's reference, once the
             reading is checked. A changed copy has none.
     """
@@ -212,6 +228,7 @@ class Reading:
     may_be_inside: bool = False
     unequal: str = ""
     proof: Reading | None = None
+    taken: Taken | None = None
     code: Any = field(default=None, init=False, repr=False)
 
     def build(

@@ -10,4 +10,6 @@ and `proof` then verify it. `search` calls them, and asks `known` first whether 
 same equations were proved before. A match whose result
 has no cotangent in the program may be one of a value further down: see `relaid`.
 One that reads an array whose gradient is not its own may read pieces: see `cut`.
+A match whose parameter holds equations of the program is proved with their results
+given: see `taken`. If it has none as a special form, `general_form` takes the op.
 """

@@ -14,6 +14,7 @@ from rewriter.find.match import Match
 from rewriter.gradients.addends import read_as_a_sum
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.cotangents import below, cancelled_reads, cone
+from rewriter.gradients.taken import results_here
 from rewriter.program.graph import Graph
 
 Look = Callable[[Graph, Template, int], Iterator[int]]
@@ -40,7 +41,14 @@ class Known:
 def known(graph: Graph, match: Match, backward: Backward) -> Known:
     """Makes a template of proved gradients."""
     leaves = (v for _, v in match.leaves)
-    stops = frozenset([*leaves, *cancelled_reads(graph, match), backward.cotangent])
+    stops = frozenset(
+        [
+            *leaves,
+            *results_here(graph, match).values(),
+            *cancelled_reads(graph, match),
+            backward.cotangent,
+        ]
+    )
 
     def part(value: int) -> Template:
         inside = cone(graph, value, stops) or ()
@@ -95,6 +103,7 @@ def _gradients_like(
     """The proved gradients that a match has too, from one cotangent."""
     mine = dict(match.leaves)
     to = {a: mine[name] for name, a in one.match.leaves}
+    to |= _paired(results_here(graph, one.match), results_here(graph, match))
     to[one.cotangent] = cotangent
     grads: dict[int, int] = {}
     zeros: dict[int, tuple[int, ...]] = {}
@@ -113,6 +122,11 @@ def _gradients_like(
         inner |= inside
     spare = frozenset(to[leaf] for leaf in one.unread)
     return Backward(cotangent, grads, inner - match.inner, zeros, spare)
+
+
+def _paired(there: Mapping[int, int], here: Mapping[int, int]) -> dict[int, int]:
+    """The results of a parameter at one match to those at another."""
+    return {value: here[name] for name, value in there.items() if name in here}
 
 
 def _like(

@@ -38,6 +38,8 @@ from rewriter.gradients.shared import Shares, may_be_zero, shares
 from rewriter.gradients.through_loops import after_step, carries
 from rewriter.program.graph import Graph
 
+NO_RESULTS: Mapping[int, int] = {}
+
 
 def proved_gradients(
     graph: Graph,
@@ -46,6 +48,7 @@ def proved_gradients(
     reference: Callable[[], Graph],
     returned: Set[int],
     factors: Set[int] | None = None,
+    results: Mapping[int, int] = NO_RESULTS,
 ) -> Backward | None:
     """The gradients below one candidate for the cotangent.
 
@@ -58,9 +61,13 @@ def proved_gradients(
         returned: What bodies return.
         factors: What the cotangent is a product of, if the proof is for that product;
             None if it is for any cotangent.
+        results: The results of the reading's parameter that are given, as of
+            `results_here`; empty if they are computed.
     """
     leaves = (v for _, v in match.leaves)
-    stops = frozenset([*leaves, *cancelled_reads(graph, match), cotangent])
+    stops = frozenset(
+        [*leaves, *cancelled_reads(graph, match), cotangent, *results.values()]
+    )
     by_value = factors is not None
     stops |= factors or frozenset()
     reached = below(graph, cotangent)
@@ -75,7 +82,9 @@ def proved_gradients(
         stops |= joined.foreign
     named = stops - {cotangent} if by_value else stops
     ev = _evaluator(graph, match, named, parts)
-    wanted, outs = wanted_at(graph, reference(), match, cotangent, ev, by_value)
+    wanted, outs = wanted_at(
+        graph, reference(), match, cotangent, ev, by_value, results
+    )
     forms = _Forms(ev, wanted, outs)
     grads, zeros = _summed(forms, graph, reached, cones, returned)
     inner = frozenset().union(
@@ -91,7 +100,9 @@ def proved_gradients(
             grads |= shared
     if not grads:
         return None
-    spare = unread(graph, reference(), match, grads.keys())
+    spare = frozenset[int]()
+    if not results:
+        spare = unread(graph, reference(), match, grads.keys())
     return Backward(
         cotangent,
         grads,
@@ -352,7 +363,7 @@ def _evaluator(
         **match.reading.check_options,
     )
     ev = make(holding=_row_has_a_key(make(), match))
-    ev.strided = True
+    ev.strided, ev.congruent = True, True
     return ev
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,30 @@ from rewriter.find.match import Match
 from rewriter.find.reading import leaves_of
 from rewriter.find.reference import gradient_function
 from rewriter.gradients.cotangents import is_float
+from rewriter.gradients.taken import name_results, traced_with_results, with_results
 from rewriter.program.graph import Graph
 from rewriter.program.written import written
 
 
-def traced_gradients(graph: Graph, match: Match) -> Graph:
-    """The gradients of a reading's code: a function of its leaves and a cotangent."""
+def traced_gradients(graph: Graph, match: Match, given: bool = False) -> Graph:
+    """The gradients of a reading's code: a function of its leaves and a cotangent.
+
+    Args:
+        graph: The program.
+        match: The match.
+        given: Whether the results of its parameter are given, see `taken`; they are
+            among the leaves then, and have no gradients.
+    """
+    if given:
+        code = traced_with_results(graph, match)
+        names, own = leaves_of(with_results(match.reading)), leaves_of(match.reading)
+        moving = _moving(graph, names, own)
+        return Graph(_gradients(code, tuple(moving)))
     if match.reading.code is None:
         replacement_forms(graph, match.op, match.reading)
     code = match.reading.code
-    moving = tuple(_moving(graph, leaves_of(match.reading)))
+    names = leaves_of(match.reading)
+    moving = tuple(_moving(graph, names, names))
     equations = written(code)
     if equations is None:
         return Graph(_gradients(code, moving))
@@ -71,6 +85,7 @@ def wanted_at(
     cotangent: int,
     known: Evaluator,
     by_value: bool,
+    results: Mapping[int, int],
 ) -> tuple[Evaluator, dict[int, int]]:
     """An evaluator of a match's expected gradients, and its output for each leaf.
 
@@ -81,15 +96,21 @@ def wanted_at(
         cotangent: The program's value that serves as the cotangent.
         known: Evaluates the program's values.
         by_value: Whether the cotangent has its form in the program, and no name.
+        results: The results of its parameter that are given, as of `results_here`.
     """
-    names, here = leaves_of(match.reading), dict(match.leaves)
+    own = names = leaves_of(match.reading)
+    if results:
+        names = leaves_of(with_results(match.reading))
+    here = {**results, **dict(match.leaves)}
     values = [*(here[v] for v in names), cotangent]
     ev, outs = traced_forms(traced, match.reading, values, known)
+    if results:
+        name_results(traced, ev)
     if by_value:
         last = traced.top.env[traced.top.jaxpr.invars[-1]]
         ev.given[last] = functools.partial(known.poly, cotangent)
-    ev.strided = True
-    moving = _moving(graph, names)
+    ev.strided, ev.congruent = True, True
+    moving = _moving(graph, names, own)
     by_leaf = zip((here[names[k]] for k in moving), outs, strict=True)
     return ev, dict(by_leaf)
 
@@ -106,7 +127,7 @@ def unread(
         moving: The leaves whose gradients are meant.
     """
     scope, here, names = traced.top, dict(match.leaves), leaves_of(match.reading)
-    outs = zip(_moving(graph, names), scope.jaxpr.outvars, strict=True)
+    outs = zip(_moving(graph, names, names), scope.jaxpr.outvars, strict=True)
     stack = [traced.read(scope, v) for k, v in outs if here[names[k]] in moving]
     reached = set(stack)
     while stack:
@@ -119,5 +140,6 @@ def unread(
     return frozenset(here[name] for name, value in pairs if value not in reached)
 
 
-def _moving(graph: Graph, names: Sequence[int]) -> list[int]:
-    return [k for k, v in enumerate(names) if is_float(graph.dtype(v))]
+def _moving(graph: Graph, names: Sequence[int], own: Sequence[int]) -> list[int]:
+    """The positions of the values that may have gradients."""
+    return [k for k, v in enumerate(names) if v in own and is_float(graph.dtype(v))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from jax.extend.core import InconclusiveDimensionOperation
@@ -35,6 +35,7 @@ from rewriter.gradients.known import Known, found_again, known
 from rewriter.gradients.proof import proved_gradients
 from rewriter.gradients.reference import traced_gradients
 from rewriter.gradients.relaid import Relaid
+from rewriter.gradients.taken import results_here
 from rewriter.program.graph import Graph, Scope
 from rewriter.support.verdict import Reason
 
@@ -54,7 +55,8 @@ class Memory:
 
     Attributes:
         returned: What bodies return.
-        reference: By the id of a reading, its reference's gradients, traced.
+        reference: By the id of a reading, and whether the results of its parameter are
+            given: its reference's gradients, traced.
         proved: By the id of a reading, its proved gradients, largest sets first.
         failed: By the id of a reading, the number of regions without gradients.
         alone: The same, counting regions without gradients in any layout of the result.
@@ -63,7 +65,7 @@ class Memory:
     """
 
     returned: set[int]
-    reference: dict[int, Graph] = field(default_factory=dict)
+    reference: dict[tuple[int, bool], Graph] = field(default_factory=dict)
     proved: dict[int, list[Known]] = field(default_factory=dict)
     failed: collections.Counter[int] = field(default_factory=collections.Counter)
     alone: collections.Counter[int] = field(default_factory=collections.Counter)
@@ -339,21 +341,17 @@ def _proved(
     """Proved gradients, if they are more than the best ones so far."""
     key = id(match.reading)
 
-    def reference() -> Graph:
-        if key not in memory.reference:
-            memory.reference[key] = traced_gradients(graph, match)
-        return memory.reference[key]
+    def reference(given: bool) -> Graph:
+        if (key, given) not in memory.reference:
+            traced = traced_gradients(graph, match, given)
+            memory.reference[key, given] = traced
+        return memory.reference[key, given]
 
     more = None
     most = OF_A_LOSS if reduces(graph, match) else CANDIDATES
     for cotangent in candidates[:most]:
         try:
-            prove = functools.partial(
-                proved_gradients, graph, match, cotangent, reference, memory.returned
-            )
-            found = prove()
-            if found is None and (factors := factors_of(graph, match, cotangent)):
-                found = prove(*factors)
+            found = _proved_at(graph, match, cotangent, reference, memory.returned)
         except (OverBudget, NotImplementedError) as error:
             # Too large a form; or JAX cannot differentiate the reference, as that of
             # a ragged contraction.
@@ -367,6 +365,38 @@ def _proved(
             if _has_all(graph, match, found):
                 break
     return more
+
+
+def _proved_at(
+    graph: Graph,
+    match: Match,
+    cotangent: int,
+    reference: Callable[[bool], Graph],
+    returned: Set[int],
+) -> Backward | None:
+    """The gradients below one candidate for the cotangent, proved in one of the ways.
+
+    Args:
+        graph: The program.
+        match: The match.
+        cotangent: The candidate.
+        reference: Returns the expected gradients, if the results of the parameter are
+            given, and if they are not.
+        returned: What bodies return.
+    """
+    given, computed = (functools.partial(reference, x) for x in (True, False))
+    region = graph, match, cotangent
+    found = None
+    if results := results_here(graph, match):
+        found = proved_gradients(*region, given, returned, results=results)
+        if found is not None and _has_all(graph, match, found):
+            return found
+    other = proved_gradients(*region, computed, returned)
+    if other is not None and (found is None or len(other.grads) > len(found.grads)):
+        found = other
+    if found is None and (factors := factors_of(graph, match, cotangent)):
+        found = proved_gradients(*region, computed, returned, *factors)
+    return found
 
 
 def _has_all(graph: Graph, match: Match, backward: Backward) -> bool:

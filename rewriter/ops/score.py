@@ -131,7 +131,12 @@ class Score:
     product_dtype: str
 
     def __call__(
-        self, product: Any, row: Any, column: Any, arrays: Mapping[str, Any]
+        self,
+        product: Any,
+        row: Any,
+        column: Any,
+        arrays: Mapping[str, Any],
+        seen: Callable[[Any, Any], Any] = lambda name, x: x,
     ) -> Any:
         """Returns the function's values, shaped as the product.
 
@@ -141,9 +146,11 @@ class Score:
             column: Numbers of keys, int32. All that is given must broadcast.
             arrays: What else it reads, by name. The last axis of a table is the one
                 that is read by index; the others are those before the last two.
+            seen: Is given the products as `PRODUCT`, and each equation's number and
+                result. Returns the result.
         """
         known = {
-            PRODUCT: product.astype(self.product_dtype),
+            PRODUCT: seen(PRODUCT, product.astype(self.product_dtype)),
             ROW: jnp.asarray(row, jnp.int32),
             COLUMN: jnp.asarray(column, jnp.int32),
         }
@@ -159,8 +166,8 @@ class Score:
                     return ref.value
             return known[ref.kind]
 
-        for step in self.steps:
-            made.append(step.run(*map(read, step.ins)))
+        for i, step in enumerate(self.steps):
+            made.append(seen(i, step.run(*map(read, step.ins))))
         return jnp.broadcast_to(read(self.out), product.shape)
 
     @functools.cached_property

@@ -13,6 +13,7 @@ from rewriter.choose.special_form import prefer_special_ops
 from rewriter.find.hidden_by_rules import hidden_by_rules
 from rewriter.find.match import search
 from rewriter.find.region import Regions
+from rewriter.gradients.general_form import with_general_forms
 from rewriter.gradients.search import search_gradients
 from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
@@ -85,7 +86,9 @@ def choose_composites(program: Program) -> Program:
 
 def find_gradients(program: Program) -> Program:
     """Finds the gradients that the program computes for each match."""
+    assert program.found is not None
     found = search_gradients(program.walks, program.matches)
+    found = with_general_forms(program.walks, program.found.matches, found)
     facts = tuple(
         Facts(match, backward, why)
         for match, backward, why in zip(

@@ -10,6 +10,7 @@ import numpy as np
 
 from rewriter.algebra.canonicalize.choice import choose
 from rewriter.algebra.canonicalize.computed import counted
+from rewriter.algebra.canonicalize.congruence import congruent_atom
 from rewriter.algebra.canonicalize.constant_values import Constants
 from rewriter.algebra.canonicalize.constants import (
     FOLD,
@@ -128,6 +129,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.visits = 0
         self.private = False
         self.ideal = False
+        self.congruent = False
         self.softened: set[int] = set()
         self.outer: frozenset[int] = frozenset()
         self.loops = Loops()
@@ -215,8 +217,10 @@ class Evaluator(Layout, LoopForms, Constants):
     def leaf(self, value: int, args: tuple[Index, ...]) -> int:
         """The atom of an opaque value."""
         if value not in self.names:
-            known = ("own", value) if self.private else self.known_as(value)
-            self.names[value] = known
+            known = congruent_atom(self, value, args) if self.congruent else None
+            if known is not None:
+                return known
+            self.names[value] = ("own", value) if self.private else self.known_as(value)
         self.leaf_values.add(value)
         name = self.names[value]
         if not self.private and name not in self.alg.leaf_range:
