@@ -25,7 +25,13 @@ from rewriter.kernels.attention.hopper.scored import KERNEL
 from rewriter.kernels.attention.scored_form import OWN
 from rewriter.ops.kernel import spec_of
 from rewriter.ops.score import Ref, Score, lookup_step, number, primitive_step
-from tests.kernels.attention.test_hopper import CAUSAL, LIMITS, error, operands
+from tests.kernels.attention.test_hopper import (
+    CAUSAL,
+    LIMITS,
+    error,
+    needs_hopper,
+    operands,
+)
 from tests.slow import first
 from tests.spellings.attention import scores
 from tests.support.kernels import lines, simulator
@@ -312,6 +318,7 @@ SPELLINGS = [(case, which) for case in scores.CASES for which in ("first", "seco
 
 
 @pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize("part", range(16))
 def test_each_function_on_a_gpu(part: int) -> None:
     """Against float64, as near as the program as written, or nearer."""

@@ -562,7 +562,7 @@ def test_small_uses_stay_as_written(q: Any, s: int, pays: bool) -> None:
     operands = {"q": jax.ShapeDtypeStruct(q, jnp.float32), "k": kv, "v": kv}
     verdict = KERNEL.profitable(spec_of(OP, operands, {}), "cpu")
     assert verdict.ok == pays
-    assert pays or "MiB" in verdict.reasons[0].text
+    assert pays or "iB" in verdict.reasons[0].text
 
 
 def test_supports_says_why_not() -> None:

@@ -18,6 +18,7 @@ from rewriter.kernels.shared import (
     elementwise_gpu,
 )
 from rewriter.kernels.shared.elementwise import program
+from tests.kernels.attention.test_hopper import needs_hopper
 from tests.slow import first
 from tests.support.kernels import lines
 
@@ -151,6 +152,7 @@ def test_a_function_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.gpu
+@needs_hopper
 def test_numbers_on_a_gpu() -> None:
     """All in one kernel, each beside XLA on the same device."""
     from jax.experimental.mosaic import gpu as mgpu
