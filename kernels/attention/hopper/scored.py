@@ -48,12 +48,12 @@ RATE = 2.2e11
 """Simple instructions a second that one processor's lanes complete.
 
 With 8 x 4096 x 16 heads of 128, measured on an H100 | modelled; milliseconds
-(``tests/bench/results/scored_h100.json``)::
+(``tests/bench/results/scored_gpu_h100.json``)::
 
     a decay, causal             1.5  1.5
     a cap of each head, causal  1.5  1.9
-    softplus                    4.0  4.0
-    T5's buckets, capped        4.5  4.3
+    softplus                    3.1  4.0
+    T5's buckets, capped        3.6  4.3
 """
 
 
