@@ -314,6 +314,31 @@ def test_programs_are_lowered_without_a_gpu(name: str) -> None:
     assert text.count("mosaic_gpu_v2") >= 3
 
 
+CONTEXTS: dict[str, Function] = {
+    "vmap": jax.vmap,
+    "checkpoint": lambda f: with_gradients(jax.checkpoint(f)),
+    "scan": lambda f: lambda q, *more: jax.lax.scan(
+        lambda x, _: (f(x, *more), None), q, length=2
+    )[0],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_it_is_lowered_in_contexts(context: str) -> None:
+    case = next(c for c in scores.CASES if c.name == "kerple log")
+    kernels = {"scored_attention": "hopper"}
+    fast = rewriter.optimize(frame(case, "first"), implementation=kernels)
+    f = CONTEXTS[context](fast)
+    q, k, v, up, *arrays = arguments(case)
+    given = [q, k, v, *([up] if context == "checkpoint" else []), *arrays]
+    if context == "vmap":
+        given = [np.stack([x, x]) for x in given]
+    exported = jax.export.export(jax.jit(f), platforms=["cuda"])(*given)
+    wanted = 4 if context == "checkpoint" else 1
+    assert exported.mlir_module().count("mosaic_gpu_v2") >= wanted
+
+
 SPELLINGS = [(case, which) for case in scores.CASES for which in ("first", "second")]
 
 
