@@ -143,19 +143,19 @@ def _known(line: Line) -> int | None:
     return int(other.value) if isinstance(other, Number) else None
 
 
-def _shift(op: Any, filled: bool) -> Callable[..., Any]:
+def _shift(op: Any, keeps_sign: bool) -> Callable[..., Any]:
+    """Shifts, by 32 bits and more as XLA defines it."""
+
     def run(ins: Sequence[Any], line: Line) -> Any:
         x, y = ins
         known = _known(line)
         if known is not None and 0 <= known < 32:
             return mapped(op, x, y)
-        most = filled(x, 31, "uint32")
+        most, zero = filled(x, 31, "uint32"), filled(x, 0, "int32")
         under = arith.CmpIPredicate.ule
         inside = mapped(lambda a, b: arith.cmpi(under, a, b), y, most)
-        moved = mapped(
-            op, x, selected(inside, y, most if filled else filled(x, 0, "int32"))
-        )
-        return moved if filled else selected(inside, moved, filled(x, 0, "int32"))
+        moved = mapped(op, x, selected(inside, y, most if keeps_sign else zero))
+        return moved if keeps_sign else selected(inside, moved, zero)
 
     return run
 

@@ -151,10 +151,8 @@ def test_a_function_is_refused_with_the_reason() -> None:
     assert "remainders of floats" in text
 
 
-@pytest.mark.gpu
-@needs_hopper
-def test_numbers_on_a_gpu() -> None:
-    """All in one kernel, each beside XLA on the same device."""
+def all_in_one_kernel() -> Callable[[Any], tuple[Any, ...]]:
+    """Returns a kernel that gives every function's numbers, [functions, 64, 64]."""
     from jax.experimental.mosaic import gpu as mgpu
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
@@ -195,9 +193,23 @@ def test_numbers_on_a_gpu() -> None:
         "made": pallas.table_tiles((SIZE, SIZE), jnp.float32),
         "ready": pallas.barriers(1),
     }
-    run = pallas.kernel(body, "elementwise", out, scratch, 1, 1)
+    return jax.jit(pallas.kernel(body, "elementwise", out, scratch, 1, 1))
+
+
+@pytest.mark.once
+def test_every_primitive_has_instructions() -> None:
+    """Those of a kernel are made without a GPU, also of shifts by what is not known."""
+    x, _, _ = numbers()
+    exported = jax.export.export(all_in_one_kernel(), platforms=["cuda"])(x)
+    assert "mosaic_gpu" in exported.mlir_module()
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_numbers_on_a_gpu() -> None:
+    """All in one kernel, each beside XLA on the same device."""
     x, i, j = numbers()
-    (got,) = jax.jit(run)(x)
+    (got,) = all_in_one_kernel()(x)
     for k, (name, f) in enumerate(FUNCTIONS.items()):
         run = f if "float16" in name else jax.jit(f)  # XLA rounds less where compiled
         want = np.asarray(run(*map(jnp.asarray, (x, i, j))).astype(jnp.float32))
