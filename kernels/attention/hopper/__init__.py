@@ -73,7 +73,7 @@ def supports(spec: Spec) -> Verdict:
     if not verdict.ok:
         return verdict
     return all_of(
-        _room(spec), importable("rewriter.kernels.attention.hopper.forward_kernel")
+        room(spec), importable("rewriter.kernels.attention.hopper.forward_kernel")
     )
 
 
@@ -116,8 +116,8 @@ def _numbers(spec: Spec) -> Verdict:
     return all_of(*found)
 
 
-def _room(spec: Spec) -> Verdict:
-    """Whether the smallest tiles fit; wide heads leave little memory."""
+def room(spec: Spec) -> Verdict:
+    """Returns whether the smallest tiles fit; wide heads leave little memory."""
     smallest, count = Tiles(32, 2, 2), parts(spec.param(PARAM))
     return fits_widths(smallest, *widths(spec), extra_in(spec), count)
 

@@ -68,9 +68,8 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     3 blocks of queries, heads of 128, all keys seen   1458  1654
 
     Under a mask three blocks of queries in memory take as long as two.
-    With a function of scores, blocks of 64 keys take 0.98 to 1.04 of the best other
-    config's time on an H100. Otherwise heads of 128 have blocks of 128 keys for dq, not
-    64. With slopes both passes then
+    A function of scores needs registers of its own: blocks then have 64 keys. Otherwise
+    heads of 128 have blocks of 128 keys for dq, not 64. With slopes both passes then
     take 0.99 of the time, and with a bias of keys 0.97
     (``tests/bench/results/hopper_attention_h200.json``).
     """

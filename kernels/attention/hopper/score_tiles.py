@@ -53,7 +53,7 @@ def applied(
     column: Array,
     read: Read,
     *,
-    most: int,
+    most: int | None,
     turned: bool,
     slope: bool,
 ) -> tuple[Array, ...]:
@@ -65,7 +65,7 @@ def applied(
         rows: int32 [64], the number of each row.
         column: int32 [64], the number of the first column, the same for all rows.
         read: What else the function reads.
-        most: No row and no column has a larger number.
+        most: No row and no column has a larger number, if that is known.
         turned: Whether rows are keys and columns are queries.
         slope: Whether to return derivatives.
     """
@@ -97,7 +97,8 @@ def applied(
         rows, first = wide(rows), wide(column) + inner
         starts, addresses = [wide(x) for x in starts], [_address(x) for x in tables]
         parts: list[list[Any]] = [[] for _ in range(1 + slope)]
-        ranges = [None, (0, most), (0, most)]
+        positions = None if most is None else (0, most)
+        ranges = [None, positions, positions]
         same = {3 + i for i, yes in enumerate(read.uniform) if yes}
         for start in range(0, products.shape[1], AT_ONCE):
             cut = slice(start, start + AT_ONCE)

@@ -6,6 +6,7 @@ registers, and multiply changes of scores by its derivative, which is JAX's own.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,11 @@ from rewriter.kernels.attention.op import SCORED
 from rewriter.kernels.attention.scored_form import OWN, TABLES, as_attention
 from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.weights import PARAM
+from rewriter.kernels.attention.xla.scored import TOO_MANY
 from rewriter.kernels.shared.hopper import by_estimate, processors
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.ops.kernel import Space, Speed
-from rewriter.support.verdict import YES, Verdict, all_of, no
+from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,13 +49,14 @@ if TYPE_CHECKING:
 RATE = 2.2e11
 """Simple instructions a second that one processor's lanes complete.
 
-With 8 x 4096 x 16 heads of 128, measured on an H100 | modelled; milliseconds
+With 8 x 4096 x 16 heads of 128, measured on an H100 | modelled for it; milliseconds
 (``tests/bench/results/scored_gpu_h100.json``)::
 
-    a decay, causal             1.5  1.5
-    a cap of each head, causal  1.5  1.9
-    softplus                    3.1  4.0
-    T5's buckets, capped        3.6  4.3
+                                forward      with gradients
+    a decay, causal             1.5  1.3       6.9   5.1
+    a cap of each head, causal  1.5  1.9       6.2   7.5
+    softplus                    3.1  3.7      18.8  16.4
+    T5's buckets, capped        3.6  4.0      14.0  14.4
 """
 
 
@@ -70,7 +73,7 @@ def supports(spec: Spec) -> Verdict:
     function = _function(spec)
     if not verdict.ok or function is None:
         return verdict
-    return all_of(YES, function.supports())
+    return all_of(hopper.room(as_applied(spec)), function.supports())
 
 
 def _read(spec: Spec) -> dict[str, Any]:
@@ -82,6 +85,7 @@ def _read(spec: Spec) -> dict[str, Any]:
     }
 
 
+@functools.lru_cache(maxsize=64)
 def _apart(spec: Spec) -> tuple[Score, dict[str, Any]] | None:
     """The function as the kernel applies it, and what it reads then."""
     score = spec.param("score")
@@ -131,6 +135,7 @@ def forward(**given: Any) -> Any:
 def backward(**given: Any) -> dict[str, Array]:
     """Returns cotangents of float operands. XLA computes those of what is read.
 
+    Those of arrays are added up tile by tile, those of tables as in `of_tables`.
     Compilers drop gradients that nobody asks for.
     """
     as_written = {n: x for n, x in given.items() if n not in ("config", PARAM)}
@@ -145,7 +150,28 @@ def backward(**given: Any) -> dict[str, Array]:
     if left:
         by_xla = xla.backward(**as_written)
         grads |= {n: by_xla[n] for n in left}
+        grads |= of_tables(as_written)
     return grads
+
+
+def of_tables(given: Mapping[str, Any]) -> dict[str, Array]:
+    """Returns cotangents of tables by those of all scores, as the program has them.
+
+    On an H100, T5's buckets with all gradients took XLA 30 ms so, and 124 ms tile by
+    tile (``tests/bench/results/scored_h100.json``). Where a device has no memory for
+    all scores, it returns nothing.
+
+    Args:
+        given: Operands and parameters, and the result's ``cotangent``.
+    """
+    (b, t, n, _), s = given["q"].shape, given["k"].shape[1]
+    tables = {x: given[x] for x in TABLES if x in given and _is_float(given[x])}
+    if not tables or 4 * b * n * t * s >= TOO_MANY:
+        return {}
+    beside = (*tables, "out", "residuals", "cotangent")
+    rest = {x: value for x, value in given.items() if x not in beside}
+    _, back = jax.vjp(lambda moving: SCORED.reference(**rest, **moving), tables)
+    return back(given["cotangent"])[0]
 
 
 def _is_float(x: Array) -> bool:
@@ -175,26 +201,13 @@ def _scores(spec: Spec) -> float:
 
 
 def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
-    """Returns whether such uses were measured: as attention, by what is read."""
-    verdict = as_measured(as_attention(spec), device, passes)
-    moving = [name for name in spec.operands if name in TABLES]
-    if moving and passes != "forward":
-        text = "gradients of tables are computed by XLA, tile by tile"
-        return all_of(verdict, no("tables", text))
-    return verdict
+    """Returns whether as many scores were measured, as for attention."""
+    return as_measured(as_attention(spec), device, passes)
 
 
 def default(spec: Spec, device: Device) -> hopper.Tiles:
-    """Returns the default config; fewer keys at once where a function takes long.
-
-    On an H100, T5's buckets, computed for every score, took 0.8 of the time with 64
-    keys, and functions of a few instructions 1.0 to 1.08.
-    """
-    applied, function = as_applied(spec), _function(spec)
-    best = hopper.default(applied, device)
-    fewer = replace(best, block_kv=64, warpgroups=2, stages=2, turns=False)
-    long = function is not None and function.cost(False) > LONG
-    return fewer if long and hopper.fits(fewer, applied, device).ok else best
+    """Returns the default config, by the widths of heads and by what is read."""
+    return hopper.default(as_applied(spec), device)
 
 
 def configs(spec: Spec, device: Device) -> list[hopper.Tiles]:
@@ -223,9 +236,6 @@ def fits_backward(
     """Returns whether a config of the backward can run."""
     return hopper.fits_backward(config, as_applied(spec), device)
 
-
-LONG = 40
-"""Instructions for a score from which fewer keys at once are faster."""
 
 KERNEL = HOPPER.kernel(
     SCORED.name, forward, backward, supports,

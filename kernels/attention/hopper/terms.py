@@ -265,8 +265,8 @@ class Place:
     columns: int
     warpgroups: int
     slot: Any
-    most: int = 0
-    """No row and no column has a larger number."""
+    most: int | None = None
+    """No row and no column has a larger number, if that is known."""
 
 
 def terms_of(

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.kernels.attention import SCORED
+from rewriter.kernels.attention import SCORED, xla
 from rewriter.kernels.attention.hopper import backward_kernel, forward_kernel
+from rewriter.kernels.attention.hopper import scored as hopper_scored
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.config import Tiles
 from rewriter.kernels.attention.hopper.functions import function_of
@@ -252,6 +253,40 @@ def test_what_repeats_is_computed_before() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     plain = score_of(lambda x, i, j: x + jnp.abs(i - j).astype(jnp.float32), {})
     assert not hoisted(plain, {}, T, S).parts  # it takes longer to read than to compute
+
+
+@pytest.mark.once
+def test_many_tables_of_pairs_leave_no_room() -> None:
+    names = [f"score_{k}" for k in range(8)]
+    arrays = {n: array(1, N, T, S) for n in names}
+    named, _ = use_of("causal")
+    named = {n: x for n, x in named.items() if n in ("q", "k", "v")}
+
+    def verdict(count: int) -> Any:
+        some = dict(list(arrays.items())[:count])
+        score = score_of(lambda x, i, j, *more: x + sum(more), some)
+        return KERNEL.supports(spec_of(SCORED, {**named, **some}, {"score": score}))
+
+    assert verdict(2).ok
+    assert "shared memory" in " ".join(r.text for r in verdict(8).reasons)
+
+
+@pytest.mark.once
+def test_gradients_of_tables_are_those_of_all_scores() -> None:
+    """As the plain kernel adds them up tile by tile."""
+    named, params = use_of("every form")
+    small = {
+        n: jnp.asarray(x, jnp.float32) if n in ("q", "k", "v", "up") else x
+        for n, x in named.items()
+    }
+    up, given = small.pop("up"), {**small, **params}
+    out, residuals = xla.forward(**given, residuals=True)
+    given |= {"out": out, "residuals": residuals, "cotangent": up}
+    got, want = hopper_scored.of_tables(given), xla.backward(**given)
+    assert got.keys() == {"table_0"}
+    np.testing.assert_allclose(got["table_0"], want["table_0"], rtol=2e-3, atol=2e-3)
+    wide = {n: jax.ShapeDtypeStruct((8, 1 << 16, 16, 64), jnp.float32) for n in "qk"}
+    assert hopper_scored.of_tables({**given, **wide}) == {}
 
 
 # ------------------------------------------------------------------------ programs

@@ -530,6 +530,7 @@ def _applied(
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """The program of a function, line by line, by JAX for all numbers of a tile."""
     shape, of = products.shape, dict(function.dtypes)
+    assert most is not None
     assert max(rows.max(), column[0] + shape[1] - 1) <= most
     columns = np.broadcast_to(column[0] + np.arange(shape[1], dtype=np.int32), shape)
     rows = np.broadcast_to(rows[:, None], shape)
