@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+LIMITS = frozenset({"-inf", "+inf"})
 MODES = {"nan": "fill", "clip": "clip"}
 
 
@@ -26,6 +27,7 @@ def reference(
     used: int = 0,
     fill: float = -math.inf,
     reduced: bool = False,
+    nan_at: str = "both",
     out_dtype: str | None = None,
 ) -> jax.Array:
     """Returns the cross-entropy of each row with its label.
@@ -49,6 +51,9 @@ def reference(
         reduced: Whether the result is what the loss is made of, for some of all
             classes, from `first` on. These are the log-sum-exp of each row and the
             picked logit or 0. With `label_smoothing`, the sum of the logits follows.
+        nan_at: At which infinite maxima of a row the log-sum-exp is NaN: ``"+inf"``,
+            ``"-inf"``, ``"both"`` or ``"none"``. It is that infinity at the others.
+            `jax.nn.log_softmax` has both, and `jax.nn.logsumexp` none.
         out_dtype: The result's dtype; that in which it is computed by default.
 
     Returns:
@@ -62,6 +67,8 @@ def reference(
     if used:
         y = jnp.where(jnp.arange(y.shape[-1], dtype=jnp.int32) < used, y, fill)
     top = lax.stop_gradient(y.max(-1, keepdims=True))
+    for kept in {"both": (), "none": LIMITS}.get(nan_at, LIMITS - {nan_at}):
+        top = jnp.where(top == float(kept), 0, top)
     lse = top + jnp.log(jnp.exp(y - top).sum(-1, keepdims=True))
     chosen = pick(y - lse if of_log_probabilities else y, labels, outside)
     lse = lse[..., 0]
