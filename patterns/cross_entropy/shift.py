@@ -28,6 +28,9 @@ BOUNDED = 80.0
 """Numbers up to here have exponentials far from the ends of float32."""
 
 LOGS = frozenset({"log"})
+MOST = 100
+"""Values above an exponential that are read."""
+
 BOOLEAN = frozenset({"and", "or", "not"})
 SAME = (
     LAYOUT_PRIMITIVES
@@ -129,8 +132,10 @@ def _at(find: Finder, value: int, known: dict[int, float], number: float) -> flo
     constant, node = find.number(value), g.node_of(value)
     if constant is not None:
         return constant
-    if node is None or not (find.local(node) or node.prim in SAME):
+    looks_through = node is not None and (find.local(node) or node.prim in SAME)
+    if not looks_through or len(known) > MOST:
         return math.nan if g.dtype(value) == bool else number
+    known[value] = number  # counts, and is replaced below
     ins = [_at(find, i, known, number) for i in node.ins]
     if node.prim in SAME:
         each = len(ins) == len(node.outs)
