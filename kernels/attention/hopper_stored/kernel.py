@@ -151,7 +151,8 @@ class _Block:
 
     def run(self) -> None:
         """Runs this warpgroup's part."""
-        threads.divide(self.p.config.turns, self.compute, self.copy)
+        warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
+        threads.divide(warpgroup, self.p.config.turns, self.compute, self.copy)
         instructions.combine(
             self.x["partial"], self.x["stats"], self.given["out"].at[self.program],
             self.given["lse"].at[self.program] if "lse" in self.given else None,

@@ -142,7 +142,8 @@ class _Block:
 
     def run(self) -> None:
         """Runs this warpgroup's part."""
-        threads.divide(self.use.config.computing, self.compute, self.copy)
+        warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
+        threads.divide(warpgroup, self.use.config.computing, self.compute, self.copy)
         across = pl.ds(self.column, self.use.config.block_n)
         totals.add_up(
             self.shared["partial"], self.out.at[:, across],

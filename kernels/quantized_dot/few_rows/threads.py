@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax import lax
 from jax import numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -105,15 +104,17 @@ class Thread:
         return emit(text, [column, self.row_of_lane])
 
 
-def divide(computing: int, compute: Callable[[Any], None], copy: Any) -> None:
+def divide(
+    warpgroup: Any, computing: int, compute: Callable[[Any], None], copy: Any
+) -> None:
     """Lets the first warpgroups compute and the last one copy, until all are done.
 
     Args:
+        warpgroup: The index of this one.
         computing: How many compute.
         compute: What each of them does, given its index.
         copy: What the last one does.
     """
-    warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
     computes = warpgroup < computing
     pallas_gpu.when(computes)(lambda: compute(warpgroup))
     pallas_gpu.when(jnp.logical_not(computes))(copy)
