@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.quantized_dot.few_rows.config import with_stages
-from rewriter.kernels.shared.hopper import BUSY, SHARED_MEMORY, processors
+from rewriter.kernels.shared.hopper import (
+    BUSY,
+    SHARED_MEMORY,
+    processors,
+    with_stages,
+)
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:

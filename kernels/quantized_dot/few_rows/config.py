@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rewriter.kernels.shared.hopper import BUSY, SHARED_MEMORY, processors
+from rewriter.kernels.shared.hopper import (
+    BUSY,
+    SHARED_MEMORY,
+    processors,
+    with_stages,
+)
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -136,16 +141,6 @@ def default(spec: Spec, device: Device) -> Tiles:
 SPLITS = (1, 2, 3, 6)
 """Sizes of clusters that fill most of an H100: processors of a cluster lie together. 96
 blocks in clusters of three took 24 µs, 128 in clusters of four 37, 112 of seven 49."""
-
-
-def with_stages(config: Any, spec: Spec) -> Any:
-    """Returns a config, of whichever kernel, with as many of its stages as fit."""
-    for stages in range(config.stages, 0, -1):
-        made = replace(config, stages=stages)
-        fit = made.shared_memory(spec) <= SHARED_MEMORY
-        if stages % config.turns == 0 and fit:
-            return made
-    return replace(config, stages=config.turns)
 
 
 def _whole_groups(spec: Spec, depth: int) -> bool:
