@@ -440,3 +440,6 @@ def test_a_group_norm_of_flax_is_named():
     for fn, args in ((norm.apply, [image]), (skip, [image[..., :6], image[..., 6:]])):
         (miss,) = rewriter.explain(fn)(scales, *args).misses
         assert "group norm" in miss.reasons[0].text
+    bare = linen.GroupNorm(2, use_scale=False, use_bias=False)
+    (miss,) = rewriter.explain(lambda x: bare.apply({}, x))(image).misses
+    assert "of another part of x" in miss.reasons[0].text
