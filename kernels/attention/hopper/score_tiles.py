@@ -109,8 +109,8 @@ def _by_columns(
     )
     wide = lambda x: x.broadcast_in_dim(size, (0,), layout)
     rows, first = wide(rows), wide(column) + inner
-    starts, addresses = map(wide, read.starts), map(_address, read.tables)
-    tables = list(zip(addresses, starts, strict=True))
+    starts = [wide(x) for x in read.starts]
+    tables = list(zip(map(_address, read.tables), starts, strict=True))
     dtypes = [dict(function.dtypes)[name] for name in function.arrays]
     positions = None if most is None else (0, most)
     ranges = [None, positions, positions]
