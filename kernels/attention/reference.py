@@ -136,15 +136,9 @@ def reference(
     scores = _scores(q, k, scale, scale_factor, softcap, precision, wide)
     if computed is not None:
         scores = computed(scores).astype(wide)
-    if bias is not None:
-        scores = scores + bias.astype(wide)
-    if alibi is not None:
-        relative = relative_position(t, s, offset, shift).astype(wide)
-        scores = scores + alibi.astype(wide)[:, None, None] * relative
+    scores = _biased(scores, bias, alibi, offset, shift)
     keep = visible(t, s, offset=offset, window=window, shift=shift, **hiding)
-    shares = _shares(scores, keep, sinks, empty_rows, unshifted)
-    if dropout is not None:
-        shares = shares * dropout.astype(wide)
+    shares = _shares(scores, keep, sinks, dropout, empty_rows, unshifted)
     shares = shares.reshape(b, heads, n // heads, t, s)
     last = precision or weights
     out = jnp.einsum("bkgts,bske->btkge", shares, v.astype(wide), precision=last)
@@ -173,19 +167,38 @@ def _scores(
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
+def _biased(
+    scores: Array,
+    bias: Array | None,
+    alibi: Array | None,
+    offset: Array | None,
+    shift: int,
+) -> Array:
+    """Scores [b, n, t, s] with a bias, and with slopes times relative positions."""
+    t, s = scores.shape[2:]
+    if bias is not None:
+        scores = scores + bias.astype(scores.dtype)
+    if alibi is not None:
+        relative = relative_position(t, s, offset, shift).astype(scores.dtype)
+        scores = scores + alibi.astype(scores.dtype)[:, None, None] * relative
+    return scores
+
+
 def _shares(
     plain: Array,
     keep: Array | None,
     sinks: Array | None,
+    dropout: Array | None,
     empty_rows: str,
     unshifted: str | None,
 ) -> Array:
-    """The softmax of scores over the keys that each query sees.
+    """The softmax of scores over the keys that each query sees, times dropout.
 
     Args:
         plain: The scores, [b, n, t, s].
         keep: Which keys a query sees; None for all.
         sinks: The score of each head's sink, [n], if there are sinks.
+        dropout: What the softmax is multiplied by, if there is dropout.
         empty_rows: As in `reference`.
         unshifted: As in `reference`.
     """
@@ -198,7 +211,7 @@ def _shares(
         shares = shares * jnp.where(overflows(total, unshifted), jnp.nan, 1)
     if empty_rows in PASSES and extra is None:
         shares = _passing(shares, plain, scores, empty_rows != PASSING)
-    return shares
+    return shares if dropout is None else shares * dropout.astype(plain.dtype)
 
 
 def usual(q: Array, k: Array, v: Array, **given: Any) -> Array:

@@ -436,5 +436,10 @@ def test_a_group_norm_of_flax_is_named():
     norm = linen.GroupNorm(2)
     scales = {"params": {"scale": np.ones(8, "f4"), "bias": np.ones(8, "f4")}}
     image = np.ones((2, 3, 3, 8), "f4")
-    (miss,) = rewriter.explain(norm.apply)(scales, image).misses
-    assert "group norm" in miss.reasons[0].text
+    skip = lambda s, a, b: norm.apply(s, jnp.concatenate([a, b], -1))  # as in a U-Net
+    for fn, args in ((norm.apply, [image]), (skip, [image[..., :6], image[..., 6:]])):
+        (miss,) = rewriter.explain(fn)(scales, *args).misses
+        assert "group norm" in miss.reasons[0].text
+    bare = linen.GroupNorm(2, use_scale=False, use_bias=False)
+    (miss,) = rewriter.explain(lambda x: bare.apply({}, x))(image).misses
+    assert "of another part of x" in miss.reasons[0].text

@@ -41,6 +41,7 @@ from rewriter.kernels.attention.hopper.config import widths as widths
 from rewriter.kernels.attention.hopper.dtypes import parts, takes_dtypes
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
+from rewriter.kernels.attention.memory import temporary
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
@@ -180,7 +181,10 @@ def _filled(x: Array) -> Array:
 KERNEL = by_entry(
     HOPPER.kernel(
         "attention", forward, backward, supports,
-        Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
+        Speed(
+            by_estimate, by_rule=False, estimate=estimate, modelled=modelled,
+            temporary=temporary,
+        ),
         Space(Tiles, default, configs, fits),
         Space(BackwardTiles, backward_default, backward_configs, fits_backward),
         deterministic=deterministic, saves_out=True, merges=True,
