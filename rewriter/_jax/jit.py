@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +18,12 @@ from rewriter._jax.values import is_literal, is_staging, is_tracer
 
 
 def is_jitted(fn: Any) -> bool:
-    """Whether a callable came out of ``jax.jit``."""
+    """Whether a callable came out of ``jax.jit``; a method bound to an object did not.
+
+    Python hands the attributes of a function on to its bound methods.
+    """
+    if isinstance(fn, types.MethodType):
+        return False
     return hasattr(fn, "_jit_info") and hasattr(fn, "trace")
 
 
@@ -29,6 +36,35 @@ def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the static positions and names of a jitted function."""
     info = jitted._jit_info
     return tuple(info.static_argnums), tuple(info.static_argnames)
+
+
+def options_given(fn: Any) -> dict[str, Any]:
+    """Returns the options with which a function was jitted, if it was.
+
+    A bound method of a jitted function has options for the arguments after the first.
+    """
+    if is_jitted(fn):
+        return jit_options(fn)
+    if isinstance(fn, types.MethodType) and is_jitted(fn.__func__):
+        return _after_the_first(fn.__func__)
+    return {}
+
+
+def _after_the_first(jitted: Any) -> dict[str, Any]:
+    """The options of a jitted function for its arguments but the first."""
+    options = jit_options(jitted)
+    first = next(iter(inspect.signature(jitted).parameters), None)
+    if 0 not in static_arguments(jitted)[0]:  # shardings are of the other arguments
+        shardings = options.get("in_shardings")
+        if isinstance(shardings, tuple):
+            options["in_shardings"] = shardings[1:]
+    for name in ("static_argnums", "donate_argnums"):
+        if name in options:
+            options[name] = tuple(k - 1 for k in options[name] if k)
+    for name in ("static_argnames", "donate_argnames"):
+        if name in options:
+            options[name] = tuple(n for n in options[name] if n != first)
+    return options
 
 
 def jit_options(jitted: Any) -> dict[str, Any]:
