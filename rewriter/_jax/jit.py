@@ -18,13 +18,17 @@ from rewriter._jax.values import is_literal, is_staging, is_tracer
 
 
 def is_jitted(fn: Any) -> bool:
-    """Whether a callable came out of ``jax.jit``; a method bound to an object did not.
+    """Whether a callable came out of ``jax.jit``.
 
-    Python hands the attributes of a function on to its bound methods.
+    Its attributes do not tell: a bound method has those of its function, and a user's
+    object may hand on those of what it wraps.
     """
-    if isinstance(fn, types.MethodType):
-        return False
-    return hasattr(fn, "_jit_info") and hasattr(fn, "trace")
+    return isinstance(fn, _jitted_type())
+
+
+@functools.cache
+def _jitted_type() -> type:
+    return type(jax.jit(lambda: None))
 
 
 def jitted_function(jitted: Any) -> Any:

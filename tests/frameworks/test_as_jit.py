@@ -303,6 +303,34 @@ def test_bound_methods_of_jitted_functions(name: str) -> None:
     assert x.is_deleted() == donated
 
 
+class Around:
+    """Computes more than a function, and hands its attributes on."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["fn"], name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*args) + 7
+
+
+def updated(fn: Any) -> Any:
+    return functools.update_wrapper(lambda *args: fn(*args) + 7, fn)
+
+
+@pytest.mark.parametrize("wrap", [Around, updated], ids=["object", "function"])
+@both
+def test_what_wraps_a_jitted_function_is_not_one(jit: Any, wrap: Any) -> None:
+    jitted = jit(lambda x, n: rms_norm(x) * n, static_argnums=1)
+    x, around = jnp.ones((2, 512)), wrap(functools.partial(jitted, n=2))
+    for fn in (around, wrap(jit(rms_norm)), wrap(around)):
+        want = fn(x)
+        np.testing.assert_allclose(rewriter.optimize(fn)(x), want, rtol=1e-6)
+        assert rewriter.explain(fn)(x).counts()["rms_norm"] == 1
+
+
 @both
 def test_classes(jit: Any) -> None:
     class Point(NamedTuple):
