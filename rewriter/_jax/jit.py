@@ -57,17 +57,19 @@ def options_given(fn: Any) -> dict[str, Any]:
 def _after_the_first(jitted: Any) -> dict[str, Any]:
     """The options of a jitted function for its arguments but the first."""
     options = jit_options(jitted)
-    first = next(iter(inspect.signature(jitted).parameters), None)
-    if 0 not in static_arguments(jitted)[0]:  # shardings are of the other arguments
+    names = list(inspect.signature(jitted).parameters)
+    first = {0, -len(names)}
+    if first.isdisjoint(static_arguments(jitted)[0]):  # others have shardings
         shardings = options.get("in_shardings")
         if isinstance(shardings, tuple):
             options["in_shardings"] = shardings[1:]
     for name in ("static_argnums", "donate_argnums"):
         if name in options:
-            options[name] = tuple(k - 1 for k in options[name] if k)
+            rest = (k for k in options[name] if k not in first)
+            options[name] = tuple(k - 1 if k > 0 else k for k in rest)
     for name in ("static_argnames", "donate_argnames"):
         if name in options:
-            options[name] = tuple(n for n in options[name] if n != first)
+            options[name] = tuple(n for n in options[name] if n != names[0])
     return options
 
 

@@ -268,6 +268,7 @@ def scaled(self: Any, x: Any, times: Any = 1) -> Any:
 class Net:
     scale = 3.0
     by_position = functools.partial(jax.jit, static_argnums=(0, 2))(scaled)
+    from_behind = functools.partial(jax.jit, static_argnums=(-3, -1))(scaled)
     by_name = functools.partial(jax.jit, static_argnames=("self", "times"))(scaled)
     given_away = functools.partial(jax.jit, static_argnums=0, donate_argnums=1)(scaled)
     fast = rewriter.optimize(
@@ -282,6 +283,7 @@ class Tree(NamedTuple):
 
 METHODS = {
     "by position": (Net().by_position, (2,), False),
+    "from behind": (Net().from_behind, (2,), False),
     "by name": (Net().by_name, (2,), False),
     "given away": (Net().given_away, (), True),
     "fast": (Net().fast, (2,), False),
