@@ -77,7 +77,11 @@ def relative_position(t: int, s: int, offset: Array | None, shift: int) -> Array
 
 def _places(t: int, s: int) -> tuple[Array, Array]:
     """The numbers of queries and keys, [1, 1, t, 1] and [1, 1, 1, s]."""
-    return jnp.arange(t)[None, None, :, None], jnp.arange(s)[None, None, None, :]
+    dtype = jax.dtypes.canonicalize_dtype(int)
+    return (
+        jax.lax.broadcasted_iota(dtype, (1, 1, t, 1), 2),
+        jax.lax.broadcasted_iota(dtype, (1, 1, 1, s), 3),
+    )
 
 
 def _per_batch(x: Array | None) -> Array | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,16 +227,15 @@ def search(
 
 def _of_numbers(graph: Graph, node: Node) -> bool:
     """Whether an equation gives numbers, neither complex nor of 8 bits."""
-    for value in node.outs:
-        dtype = graph.dtype(value)
-        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2
-        if (
-            0 in graph.shape(value)
-            or narrow
-            or jnp.issubdtype(dtype, jnp.complexfloating)
-        ):
-            return False
-    return True
+    return all(
+        0 not in graph.shape(v) and _may_be_matched(graph.dtype(v)) for v in node.outs
+    )
+
+
+@functools.cache
+def _may_be_matched(dtype: Any) -> bool:
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2
+    return not narrow and not jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 @contextlib.contextmanager
