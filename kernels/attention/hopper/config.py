@@ -54,14 +54,13 @@ class Tiles:
 
 
 EDGE = 8
-"""Rows that tiles in shared memory are copied by: t and s are padded to multiples,
-unless heads are as wide as a tile, and are copied by rows."""
-
-BY_ROWS = (16, 32, 64)
-"""Widths of heads that are as wide as a tile."""
+"""Rows that tiles in shared memory are copied by. Other lengths are copied by rows."""
 
 STEP = 16
-"""Tensor cores take heads in multiples of this width; others are padded with zeros."""
+"""Tensor cores take heads in multiples of this width: copies add columns of zeros."""
+
+COPIED = 8
+"""Copies take heads in multiples of this width; others are padded with zeros."""
 
 
 def filled(width: int) -> int:

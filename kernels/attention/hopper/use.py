@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.hopper.blocks import Mask
+from rewriter.kernels.attention.hopper.config import EDGE, filled
 
 if TYPE_CHECKING:
     from jax import Array
@@ -78,8 +79,18 @@ class Use:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The widths of heads of q and of v."""
-        return self.q.shape[3], self.v.shape[3]
+        """The widths of heads of q and of v that kernels read: columns beyond are 0."""
+        return filled(self.q.shape[3]), filled(self.v.shape[3])
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether arrays are copied by rows; see `panels`.
+
+        Others are copied by tiles, which begin and end at multiples of `EDGE` rows, and
+        are as wide as kernels read them.
+        """
+        odd = any(x % EDGE for x in self.lengths)
+        return odd or self.widths != (self.q.shape[3], self.v.shape[3])
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -130,4 +141,3 @@ class Use:
             s, t, right, left, -self.shift, offsets=self.offset is not None,
             more=hides, prefixes=self.prefix is not None,
         )  # fmt: skip
-

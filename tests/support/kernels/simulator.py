@@ -34,6 +34,7 @@ from rewriter.kernels.attention.hopper import (
     forward_kernel,
     forward_tile,
     pallas,
+    panels,
     terms,
     use,
 )
@@ -288,6 +289,13 @@ class Accumulator:
     def __init__(self, kind: Any):
         self.value = np.zeros(kind.shape, np.float32)
 
+    @property
+    def at(self) -> Any:
+        return _ColumnsAt(self)
+
+    def add(self, product: np.ndarray) -> None:
+        self.value = self.value + product
+
     def __getitem__(self, index: Any) -> np.ndarray:
         assert index is ...
         return _result(self, 0)
@@ -295,6 +303,24 @@ class Accumulator:
     def __setitem__(self, index: Any, value: np.ndarray) -> None:
         assert index is ...
         self.value = np.array(value, np.float32)
+
+
+class _ColumnsAt:
+    """Some columns of an accumulator, to which products are added."""
+
+    def __init__(self, whole: Accumulator, columns: Any = None):
+        self.whole, self.columns = whole, columns
+
+    def __getitem__(self, index: tuple[Any, Any]) -> _ColumnsAt:
+        every, columns = index
+        assert every == slice(None)
+        return _ColumnsAt(self.whole, columns)
+
+    def add(self, product: np.ndarray) -> None:
+        first, size = self.columns.start, self.columns.size
+        new = self.whole.value.copy()
+        new[:, first : first + size] += product
+        self.whole.value = new
 
 
 def _wait_for_products(left: int) -> None:
@@ -361,12 +387,12 @@ def _row(reference: Reference, first: int, shape: tuple[int, int]) -> np.ndarray
     return np.broadcast_to(reference.view()[first : first + shape[1]], shape)
 
 
-def _multiply(accumulator: Accumulator, a: Any, b: Reference) -> None:
+def _multiply(accumulator: Accumulator | _ColumnsAt, a: Any, b: Reference) -> None:
     def run() -> None:
         left = a.view() if isinstance(a, Reference) else a
         right = b.view()
         product = left.astype(np.float32) @ right.astype(np.float32)
-        accumulator.value = accumulator.value + product
+        accumulator.add(product)
 
     HERE.products.append(run)
 
@@ -543,9 +569,7 @@ def _applied(
         place, index = lines.evaluated(look.place, given)
         found = np.asarray(table.view())[start[0] + np.asarray(place)]
         given += lines.evaluated(look.found, [found.astype(of[look.table]), index])
-    made = lines.evaluated(
-        function.value_and_slope if slope else function.value, given
-    )
+    made = lines.evaluated(function.value_and_slope if slope else function.value, given)
     return tuple(np.broadcast_to(np.asarray(x, np.float32), shape) for x in made)
 
 
@@ -632,7 +656,7 @@ def simulated() -> Iterator[None]:
     kernels = (
         use, forward_kernel, forward_tile, backward_inputs, backward_kernel,
         backward_tiles, backward_of_keys, backward_of_queries, backward_of_sums,
-        backward_of_tables, work_stealing, terms,
+        backward_of_tables, work_stealing, terms, panels,
     )  # fmt: skip
     with _replaced(kernels, pallas) as patch:
         _count(patch, backward_kernel, work_stealing)
