@@ -109,6 +109,17 @@ def far_faster(
     return best if best is not None and times[best] < margin * best_us else None
 
 
+def estimated_us(
+    name: str, spec: Spec, kernels: Sequence[Kernel], device: Device, passes: str
+) -> float | None:
+    """Returns the estimate of a kernel, or of XLA, in microseconds; None without."""
+    if not (device.flops and device.bandwidth):
+        return None
+    models = (k.speed.estimate for k in kernels if name in (k.name, XLA))
+    model = next((x for x in models if x is not None), None)
+    return None if model is None else 1e6 * model(spec, device, passes)[name]
+
+
 def _margin(kernel: Kernel, spec: Spec, device: Device, passes: str) -> float:
     """The share of XLA's estimated time that a kernel may take."""
     if kernel.platforms == ("tpu",):

@@ -31,6 +31,7 @@ from rewriter.kernels.attention.hopper.backward_config import (
 from rewriter.kernels.attention.hopper.config import (
     COPIED,
     filled,
+    filled_backward,
     first_fitting,
     fits_widths,
 )
@@ -151,7 +152,7 @@ def backward(**given: Any) -> dict[str, Array]:
     given.pop(PARAM, None)  # gradients are rounded to 16 bits
     names = ("q", "k", "v", "out", "cotangent")
     whole = given | {name: _filled(given[name]) for name in names}
-    sizes = filled(whole["q"].shape[3]), filled(whole["v"].shape[3])
+    sizes = [filled_backward(whole[name].shape[3]) for name in "qv"]
     extra = extra_of(flat(given))
     config = given.pop("config", None) or first_fitting_backward(*sizes, extra)
     if config is None or not fits_backward_widths(config, *sizes, extra).ok:

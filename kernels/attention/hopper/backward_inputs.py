@@ -15,6 +15,7 @@ from rewriter.kernels.attention.empty import ZERO
 from rewriter.kernels.attention.hopper import block_masks
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.backward_tiles import Problem
+from rewriter.kernels.attention.hopper.config import filled_backward
 from rewriter.kernels.attention.hopper.forward_kernel import row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Terms, terms_of, transposed
@@ -114,10 +115,11 @@ def _problems(
     use: Use, terms: Terms, turned: Terms, config: BackwardTiles
 ) -> tuple[Problem, Problem]:
     """The problems of dk and dv, and of dq."""
-    (b, _, n, _), heads, (h, e) = use.q.shape, use.k.shape[2], use.widths
+    (b, _, n, _), heads = use.q.shape, use.k.shape[2]
+    h, e = (filled_backward(x) for x in use.widths)
     common = {
         "b": b, "h": h, "e": e, "scale": use.scale, "softcap": use.softcap,
-        "by_rows": use.by_rows,
+        "by_rows": use.by_rows((h, e)),
         "programs": config.programs, "stages": config.stages,
         "warpgroups": config.warpgroups, "claimed": config.claimed,
     }  # fmt: skip

@@ -110,7 +110,7 @@ def _of_qkv(
     use: Use, x: Inputs, cotangent: Array, config: BackwardTiles
 ) -> dict[str, Array]:
     """The cotangents of q, k and v."""
-    (b, t, n, h), wide = use.q.shape, use.widths[0]
+    (b, t, n, h), wide = use.q.shape, x.of_keys.problem.h
     of_keys, may_be_empty = x.of_keys, x.of_queries.problem.mask.may_be_empty
     if config.fused:
         total = jax.new_ref(jnp.zeros((b, -(-t // EDGE) * EDGE, n, wide), jnp.float32))

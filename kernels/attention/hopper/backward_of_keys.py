@@ -149,13 +149,8 @@ class OfKeys(Kernel):
             plgpu.barrier_arrive(x["free"].at[slot])
             return made, change
 
-        return pl.run_scoped(
-            products,
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC((64, p.h), jnp.float32),
-            plgpu.ACC((64, p.e), jnp.float32),
-        )
+        sums = (64, p.h), (64, p.e)
+        return panels.run_scoped(products, (shape, shape), sums, p.by_rows)
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sums of a tile."""
@@ -262,11 +257,7 @@ class _Weights(Divided):
             plgpu.barrier_arrive(x["free"].at[slot])
             return made
 
-        return pl.run_scoped(
-            products,
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC((64, p.e), jnp.float32),
-        )
+        return panels.run_scoped(products, [shape], [(64, p.e)], p.by_rows)
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sum of a tile."""
@@ -310,11 +301,7 @@ class _Changes(Divided):
             plgpu.barrier_arrive(x["free"].at[slot])
             return made
 
-        return pl.run_scoped(
-            products,
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC((64, p.h), jnp.float32),
-        )
+        return panels.run_scoped(products, [shape], [(64, p.h)], p.by_rows)
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sum of a tile."""
@@ -388,11 +375,11 @@ class Fused(OfKeys):
 
         def product(total: Any) -> Any:
             for w in range(p.warpgroups):
-                change = x["changes"].at[place, w].transpose((1, 0))
-                panels.add_rows(total, change, x["k"].at[w])
+                change = x["changes"].at[place, w]
+                panels.add_rows(total, change, x["k"].at[w], turned=True)
             return total[...]
 
-        total = pl.run_scoped(product, plgpu.ACC((p.block, p.h), jnp.float32))
+        total = panels.run_scoped(product, (), [(p.block, p.h)], p.by_rows)
         plgpu.barrier_arrive(x["changes_free"].at[place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         x["sums"].at[place][...] = total

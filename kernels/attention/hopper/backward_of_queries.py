@@ -124,12 +124,8 @@ class OfQueries(Kernel):
             plgpu.barrier_arrive(x["free"].at[slot])
             return made
 
-        made = pl.run_scoped(
-            products,
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC((64, p.h), jnp.float32),
-        )
+        sums = [(64, p.h)]
+        made = panels.run_scoped(products, (shape, shape), sums, p.by_rows)
         return made, lse, delta, *rest
 
     def store(self, tile: Tile, carry: Any) -> None:

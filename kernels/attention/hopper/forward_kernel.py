@@ -31,6 +31,7 @@ from rewriter.kernels.attention.hopper.blocks import (
 from rewriter.kernels.attention.hopper.config import (
     REGISTERS,
     Tiles,
+    filled,
     result_has_memory,
 )
 from rewriter.kernels.attention.hopper.dtypes import parts
@@ -179,11 +180,14 @@ def _run(
     """
     b, t, n, _ = use.q.shape
     terms, arrays = terms_of(*use.lengths, **use.extra)
+    h, e = use.widths
+    widths = filled(h), filled(e)
     seen = use.visible(terms.hides, use.empty_rows in AVERAGED and not terms.sinks)
     p = _Problem(
-        b, n, use.k.shape[2], *use.widths, seen, use.scale, use.softcap, config,
+        b, n, use.k.shape[2], *widths, seen, use.scale, use.softcap, config,
         bool(saves), terms, extra_of(use.extra), saves == "split", swapped,
-        jnp.dtype(use.out_dtype or use.q.dtype), parts(use.weights), use.by_rows,
+        jnp.dtype(use.out_dtype or use.q.dtype), parts(use.weights),
+        use.by_rows(widths),
     )  # fmt: skip
     made = _call(
         p, use.empty_rows in ZERO and seen.may_be_empty, _named(p, use, arrays)

@@ -232,8 +232,7 @@ class Tile:
             self.multiply_values(result, weights, before)
             if config.turns:
                 pallas.pass_turn(config.warpgroups)
-            behind = len(weights) * self.p.copies["v"]
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=behind)
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=len(weights))
             found = lax.optimization_barrier(found)
             found = self.seen_and_freed(found, i, slot, cut)
             found = self.weigh(found, top, total)
@@ -245,11 +244,8 @@ class Tile:
             made = made * pallas.along(fade, made.shape)
             return made, higher, sums, self.rounded(new)
 
-        return pl.run_scoped(
-            products,
-            plgpu.ACC(self.shape, jnp.float32),
-            plgpu.ACC((64, self.p.e), jnp.float32),
-        )
+        by_rows, sums = self.p.by_rows, [(64, self.p.e)]
+        return panels.run_scoped(products, [self.shape], sums, by_rows)
 
     def finish(self, i: Any, step: Any, carry: Any) -> Any:
         """Returns (result, maxima, sums) with the i-th block's weights times v."""
@@ -262,7 +258,7 @@ class Tile:
             self.multiply_values(result, weights, slot)
             return result[...]
 
-        out = pl.run_scoped(product, plgpu.ACC(out.shape, jnp.float32))
+        out = panels.run_scoped(product, (), [(64, self.p.e)], self.p.by_rows)
         plgpu.barrier_arrive(self.x["v_free"].at[slot])
         return out, top, total
 

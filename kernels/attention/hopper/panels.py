@@ -11,9 +11,11 @@ Functions here take memory in either form: [rows, columns] in tiles, or panels
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -91,21 +93,71 @@ def add_scores(total: Any, left: Any, right: Any) -> None:
         plgpu.wgmma(total, left.at[i], right.at[i].transpose((1, 0)))
 
 
-def add_rows(total: Any, left: Any, right: Any) -> None:
-    """Starts ``total += left @ right``, in a product for each panel.
+class Total:
+    """A sum of products with memory in panels, as `plgpu.ACC` is one with tiles.
+
+    It is a value in registers, and begins with zeros. Reading it waits for products.
+    """
+
+    def __init__(self, shape: tuple[int, int]):
+        self.value: Any = None
+        self.shape = shape
+        self.begins = True
+
+    def __setitem__(self, index: Any, value: Array) -> None:
+        del index
+        self.value, self.begins = value, True
+
+    def __getitem__(self, index: Any) -> Array:
+        del index
+        plgpu.wgmma_wait(0)
+        self.value = lax.optimization_barrier(self.value)
+        return self.value
+
+    def add(self, left: Any, right: Any, turned: bool) -> None:
+        """Starts a product."""
+        before = pallas.zeros(self.shape) if self.value is None else self.value
+        self.value = pallas_gpu.add_product_of_panels(
+            before, left, right, turned, self.begins
+        )
+        self.begins = False
+
+
+def run_scoped(
+    body: Callable[..., Any],
+    scores: Sequence[tuple[int, int]],
+    totals: Sequence[tuple[int, int]],
+    by_rows: bool,
+) -> Any:
+    """Returns what a function returns, given accumulators.
 
     Args:
-        total: An accumulator [m, n].
+        body: Takes an accumulator for each shape, [64 a, columns].
+        scores: Shapes of those for `add_scores`.
+        totals: Shapes of those for `add_rows`.
+        by_rows: Whether memory is in panels.
+    """
+    last = [Total(x) for x in totals] if by_rows else []
+    shapes = scores if by_rows else (*scores, *totals)
+    if not shapes:
+        return body(*last)
+    kinds = [plgpu.ACC(x, jnp.float32) for x in shapes]
+    return pl.run_scoped(lambda *first: body(*first, *last), *kinds)
+
+
+def add_rows(total: Any, left: Any, right: Any, turned: bool = False) -> None:
+    """Starts ``total += left @ right``.
+
+    Args:
+        total: One of the accumulators of `run_scoped`, [m, n].
         left: [m, k] of 16 bits, in registers or in tiles.
         right: Memory of [k, n].
+        turned: Whether `left` is [k, m], in tiles.
     """
-    if len(right.shape) == 2:
-        plgpu.wgmma(total, left, right)
+    if isinstance(total, Total):
+        total.add(left, right, turned)
         return
-    count, _, each = right.shape
-    for i in range(count):
-        part = total if count == 1 else total.at[:, pl.ds(i * each, each)]
-        plgpu.wgmma(part, left, right.at[i])
+    plgpu.wgmma(total, left.transpose((1, 0)) if turned else left, right)
 
 
 def put(place: Any, value: Array) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.hopper.blocks import Mask
-from rewriter.kernels.attention.hopper.config import EDGE, filled
+from rewriter.kernels.attention.hopper.config import EDGE
 
 if TYPE_CHECKING:
     from jax import Array
@@ -79,18 +79,19 @@ class Use:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The widths of heads of q and of v that kernels read: columns beyond are 0."""
-        return filled(self.q.shape[3]), filled(self.v.shape[3])
+        """The widths of heads of q and of v."""
+        return self.q.shape[3], self.v.shape[3]
 
-    @property
-    def by_rows(self) -> bool:
+    def by_rows(self, widths: tuple[int, int]) -> bool:
         """Whether arrays are copied by rows; see `panels`.
 
         Others are copied by tiles, which begin and end at multiples of `EDGE` rows, and
-        are as wide as kernels read them.
+        hold no columns beside theirs.
+
+        Args:
+            widths: The widths of heads of q and of v that kernels read.
         """
-        odd = any(x % EDGE for x in self.lengths)
-        return odd or self.widths != (self.q.shape[3], self.v.shape[3])
+        return any(x % EDGE for x in self.lengths) or widths != self.widths
 
     @property
     def extra(self) -> dict[str, Any]:

@@ -289,13 +289,6 @@ class Accumulator:
     def __init__(self, kind: Any):
         self.value = np.zeros(kind.shape, np.float32)
 
-    @property
-    def at(self) -> Any:
-        return _ColumnsAt(self)
-
-    def add(self, product: np.ndarray) -> None:
-        self.value = self.value + product
-
     def __getitem__(self, index: Any) -> np.ndarray:
         assert index is ...
         return _result(self, 0)
@@ -303,24 +296,6 @@ class Accumulator:
     def __setitem__(self, index: Any, value: np.ndarray) -> None:
         assert index is ...
         self.value = np.array(value, np.float32)
-
-
-class _ColumnsAt:
-    """Some columns of an accumulator, to which products are added."""
-
-    def __init__(self, whole: Accumulator, columns: Any = None):
-        self.whole, self.columns = whole, columns
-
-    def __getitem__(self, index: tuple[Any, Any]) -> _ColumnsAt:
-        every, columns = index
-        assert every == slice(None)
-        return _ColumnsAt(self.whole, columns)
-
-    def add(self, product: np.ndarray) -> None:
-        first, size = self.columns.start, self.columns.size
-        new = self.whole.value.copy()
-        new[:, first : first + size] += product
-        self.whole.value = new
 
 
 def _wait_for_products(left: int) -> None:
@@ -357,6 +332,22 @@ def _add_product(total: np.ndarray, left: Reference, right: Reference) -> np.nda
     return total
 
 
+def _add_product_of_panels(
+    total: np.ndarray, left: Any, right: Reference, turned: bool, begins: bool
+) -> np.ndarray:
+    """Returns a new total, which is computed when it is waited for."""
+    del begins
+    made = np.full(np.shape(total), np.nan, np.float32)
+
+    def run() -> None:
+        a = left.view() if isinstance(left, Reference) else left
+        a, b = a.T if turned else a, np.concatenate(list(right.view()), 1)
+        made[...] = total + a.astype(np.float32) @ b.astype(np.float32)
+
+    HERE.products.append(run)
+    return made
+
+
 def _claim(counter: Reference, cell: Reference) -> None:
     last = (0,) * (len(counter.shape) - 1) + (-1,)
     cell[0] = counter[last]
@@ -387,12 +378,12 @@ def _row(reference: Reference, first: int, shape: tuple[int, int]) -> np.ndarray
     return np.broadcast_to(reference.view()[first : first + shape[1]], shape)
 
 
-def _multiply(accumulator: Accumulator | _ColumnsAt, a: Any, b: Reference) -> None:
+def _multiply(accumulator: Accumulator, a: Any, b: Reference) -> None:
     def run() -> None:
         left = a.view() if isinstance(a, Reference) else a
         right = b.view()
         product = left.astype(np.float32) @ right.astype(np.float32)
-        accumulator.add(product)
+        accumulator.value = accumulator.value + product
 
     HERE.products.append(run)
 
@@ -691,6 +682,7 @@ def _replace_shims(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pallas, "widened", lambda x: np.asarray(x).astype(np.float32))
     patch.setattr(pallas, "least", np.fmin)
     patch.setattr(terms, "applied", _applied)
+    patch.setattr(pallas_gpu, "add_product_of_panels", _add_product_of_panels)
 
 
 def _count(patch: pytest.MonkeyPatch, *modules: Any) -> None:
