@@ -91,8 +91,14 @@ def attend(
 
 
 def _by_pair(p: Problem, q: Array) -> Array:
-    """Returns the queries of each pair, [b * heads, rows, h], padded with zeros."""
+    """Returns the queries of each pair, [b * heads, rows, h], padded with zeros.
+
+    Those of one position lie together already, [b, n, h]: the kernel reads them there,
+    with some of the next head's behind them, whose results are not used.
+    """
     t, more = p.mask.t, p.rows - p.mask.t * p.group
+    if p.reads_in_place:
+        return q.reshape(p.b, p.n, p.h)
     x = q.reshape(p.b, t, p.heads, p.group, p.h)
     x = x.transpose(0, 2, 1, 3, 4).reshape(p.b * p.heads, t * p.group, p.h)
     return jnp.pad(x, ((0, 0), (0, more), (0, 0))) if more else x

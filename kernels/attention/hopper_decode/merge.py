@@ -1,4 +1,9 @@
-"""Merges pieces of results, weighted by their log-sum-exps, row by row."""
+"""Merges pieces of results, weighted by their log-sum-exps, row by row.
+
+It is a kernel of its own. The reader that stores a pair's last piece could merge them
+all, but on an H100 a step then took 0.96 to 1.42 of the time: one warpgroup waits for
+memory where here one of each row does, and its counters must be made zero before.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
 
 LOG2E = math.log2(math.e)
 
-AT_ONCE = 4
+AT_ONCE = 8
 """Pieces that are read at a time, independently of each other."""
 
 
@@ -37,9 +43,9 @@ def merged(
         dtype: The result's dtype.
     """
     t, columns = p.mask.t, p.columns
-    out = jax.ShapeDtypeStruct((p.b * t * p.n, columns), dtype)
+    out = jax.ShapeDtypeStruct((p.b * t * p.n, p.e), dtype)
 
-    def body(ends: Any, parts: Any, lse: Any, out: Any) -> None:
+    def body(ends: Any, parts: Any, lse: Any, out: Any, line: Any) -> None:
         index = lax.axis_index(pallas.PROGRAM)
         token, head = lax.div(index, jnp.int32(p.n)), lax.rem(index, jnp.int32(p.n))
         sequence, query = lax.div(token, jnp.int32(t)), lax.rem(token, jnp.int32(t))
@@ -48,13 +54,19 @@ def merged(
         pair = sequence * p.heads + key_head
         first, last = p.queue(ends).readers_of(pair)
         total = row_of(parts, lse, row, first + pair, last + pair, zero)
-        out.at[index][...] = total.astype(dtype)
+        if columns == p.e:
+            out.at[index][...] = total.astype(dtype)
+            return
+        line[...] = total.astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(line.at[pl.ds(0, p.e)], out.at[index])
+        plgpu.wait_smem_to_gmem(0)
 
-    programs = p.b * t * p.n
-    (made,) = pallas.kernel(body, "attention_merge", [out], {}, programs, 1)(
+    programs, line = p.b * t * p.n, {"line": plgpu.SMEM((columns,), dtype)}
+    (made,) = pallas.kernel(body, "attention_merge", [out], line, programs, 1)(
         ends, parts, lse
     )
-    return made[:, : p.e].reshape(p.b, t, p.n, p.e)
+    return made.reshape(p.b, t, p.n, p.e)
 
 
 def row_of(parts: Any, lse: Any, row: Any, first: Any, last: Any, zero: bool) -> Array:

@@ -61,6 +61,14 @@ class Problem:
         return rows_of(self.mask.t, self.group)
 
     @property
+    def reads_in_place(self) -> bool:
+        """Whether queries are read where they lie: those of one position.
+
+        Copies of `rows` reach over the edge of no smaller array.
+        """
+        return self.mask.t == 1 and self.n >= self.rows
+
+    @property
     def columns(self) -> int:
         """Columns of partial results."""
         return -(-self.e // LANES) * LANES

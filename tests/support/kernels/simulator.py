@@ -157,8 +157,10 @@ class Reference:
         return self.array[tuple(at)]
 
     def place(self, axis: int, index: Any) -> Any:
-        if not isinstance(index, pl.Slice):
+        if isinstance(index, slice):
             return index
+        if not isinstance(index, pl.Slice):
+            return int(index)  # an array of no axes would make a copy
         if index.size == self.array.shape[axis] == 1:
             return slice(0, 1)  # such an axis is dropped from copies, and its start
         return slice(int(index.start), int(index.start) + index.size)
@@ -660,7 +662,7 @@ def simulated() -> Iterator[None]:
 @contextmanager
 def simulated_decode() -> Iterator[None]:
     """Within, that of attention of few queries does."""
-    with _replaced((decode, kernel, work_split, merge), pallas) as patch:
+    with _replaced((decode, kernel, work_split, merge, panels), pallas) as patch:
         _replace_shims(patch)
         yield
 
