@@ -23,7 +23,12 @@ from rewriter.kernels.attention.hopper.backward_config import (
     backward_default,
     fits_backward,
 )
-from rewriter.kernels.attention.hopper.config import COPIED, STEP, filled
+from rewriter.kernels.attention.hopper.config import (
+    COPIED,
+    STEP,
+    filled,
+    sees_unevenly,
+)
 from rewriter.kernels.attention.hopper.dtypes import parts
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import processors
@@ -34,9 +39,14 @@ from rewriter.support.verdict import YES, Verdict, no
 
 MIB = 1 << 20
 
-OWN, TILE = 0.99, 128
-"""The assumed share of cuDNN's rate that our Hopper kernel reaches, and the number of
-queries of a head that it multiplies at once."""
+OWN = {"forward": 1.03, "forward_and_vjp": 0.98}
+OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
+"""Our rate as a share of cuDNN's, and the same under causal masks and windows. On an
+H100 it was 1.04 and 0.97 with all keys, 1.06 to 1.16 and 1.05 to 1.20 under such masks
+(``tests/bench/results/choices_h100.json``)."""
+
+TILE = 128
+"""Queries of a head that are multiplied at once."""
 
 STREAMING = frozenset({"q", "k", "v", "kv_lengths", "offset"})
 """Operands of decoding for which this kernel was measured."""
@@ -103,7 +113,8 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
     flops = widened(spec, passes, STEP) * -(-t // TILE) * TILE / max(t, 1)
     if parts(spec.param(PARAM)) > 1:  # v is multiplied twice in the forward
         flops += widened(spec, "forward", STEP) / 2
-    reached = OWN * share(passes, filled(h))
+    own = OWN_UNEVEN if sees_unevenly(spec) else OWN
+    reached = own[passes] * share(passes, filled(h))
     made = seconds(device, flops, 0.0, compute=reached, launches=8 if both else 3)
     made = max(made, least(spec, device, passes))
     made *= CAPPED if spec.param("softcap") is not None else 1.0

@@ -50,8 +50,7 @@ def pieces(
 
     Args:
         p: The problem.
-        q: [b * heads, rows, h], the queries of each pair; [b, n, h] if they are read
-            in place.
+        q: [b, heads * queries, h], or more rows: the queries of each pair.
         ends: int32 [b], as `WorkQueue` has it.
         k: Keys, laid out by `p.pages`; positions are a multiple of eight.
         v: Values.
@@ -211,9 +210,7 @@ class _Reader:
         def one(piece: _Piece, step: Any) -> None:
             first, place = self.queries(piece.turn)
             plgpu.barrier_wait(x["q_free"].at[place])
-            at: tuple[Any, Any] = piece.sequence, pl.ds(piece.head * p.group, p.rows)
-            if not p.reads_in_place:
-                at = piece.sequence * p.heads + piece.head, pl.ds(0, p.rows)
+            at = piece.sequence, pl.ds(piece.head * p.queries, p.rows)
             rows = x["q_rows"].at[:, pl.ds(first, p.rows)]
             for source, target in panels.parts(self.given["q"], at, rows):
                 plgpu.copy_gmem_to_smem(source, target, x["q_ready"].at[place])

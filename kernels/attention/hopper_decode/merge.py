@@ -32,7 +32,7 @@ AT_ONCE = 8
 def merged(
     p: Problem, ends: Array, parts: Array, lse: Array, zero: bool, dtype: Any
 ) -> Array:
-    """Returns the result, [b, t, n, e].
+    """Returns the result, [b * heads * queries, e].
 
     Args:
         p: The problem.
@@ -42,16 +42,13 @@ def merged(
         zero: Whether rows without keys are 0, and not NaN.
         dtype: The result's dtype.
     """
-    t, columns = p.mask.t, p.columns
-    out = jax.ShapeDtypeStruct((p.b * t * p.n, p.e), dtype)
+    columns, count = p.columns, p.b * p.heads * p.queries
+    out = jax.ShapeDtypeStruct((count, p.e), dtype)
 
     def body(ends: Any, parts: Any, lse: Any, out: Any, line: Any) -> None:
         index = lax.axis_index(pallas.PROGRAM)
-        token, head = lax.div(index, jnp.int32(p.n)), lax.rem(index, jnp.int32(p.n))
-        sequence, query = lax.div(token, jnp.int32(t)), lax.rem(token, jnp.int32(t))
-        key_head = lax.div(head, jnp.int32(p.group))
-        row = query * p.group + head - key_head * p.group
-        pair = sequence * p.heads + key_head
+        pair = lax.div(index, jnp.int32(p.queries))
+        row = index - pair * p.queries
         first, last = p.queue(ends).readers_of(pair)
         total = row_of(parts, lse, row, first + pair, last + pair, zero)
         if columns == p.e:
@@ -62,11 +59,11 @@ def merged(
         plgpu.copy_smem_to_gmem(line.at[pl.ds(0, p.e)], out.at[index])
         plgpu.wait_smem_to_gmem(0)
 
-    programs, line = p.b * t * p.n, {"line": plgpu.SMEM((columns,), dtype)}
-    (made,) = pallas.kernel(body, "attention_merge", [out], line, programs, 1)(
+    line = {"line": plgpu.SMEM((columns,), dtype)}
+    (made,) = pallas.kernel(body, "attention_merge", [out], line, count, 1)(
         ends, parts, lse
     )
-    return made.reshape(p.b, t, p.n, p.e)
+    return made
 
 
 def row_of(parts: Any, lse: Any, row: Any, first: Any, last: Any, zero: bool) -> Array:

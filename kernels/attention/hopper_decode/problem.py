@@ -56,17 +56,14 @@ class Problem:
         return self.n // self.heads
 
     @property
+    def queries(self) -> int:
+        """Queries of a pair."""
+        return self.mask.t * self.group
+
+    @property
     def rows(self) -> int:
         """Rows of a key head's queries, in eights."""
         return rows_of(self.mask.t, self.group)
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether queries are read where they lie: those of one position.
-
-        Copies of `rows` reach over the edge of no smaller array.
-        """
-        return self.mask.t == 1 and self.n >= self.rows
 
     @property
     def columns(self) -> int:
