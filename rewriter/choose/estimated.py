@@ -132,6 +132,17 @@ def _costs(
     return modelled_costs(*times, passes, found.get(XLA), found.get(chosen))
 
 
+def estimated_us(
+    name: str, spec: Spec, kernels: Sequence[Kernel], device: Device, passes: str
+) -> float | None:
+    """Returns the estimate of a kernel, or of XLA, in microseconds; None without."""
+    if not (device.flops and device.bandwidth):
+        return None
+    models = (k.speed.estimate for k in kernels if name in (k.name, XLA))
+    model = next((x for x in models if x is not None), None)
+    return None if model is None else 1e6 * model(spec, device, passes)[name]
+
+
 def _margin(kernel: Kernel, spec: Spec, device: Device, passes: str) -> float:
     """The share of XLA's estimated time that a kernel may take."""
     if kernel.platforms == ("tpu",):

@@ -21,7 +21,7 @@ from rewriter.kernels.attention.hopper.backward_config import (
     first_fitting_backward,
     fits_backward_widths,
 )
-from rewriter.kernels.attention.hopper.config import filled
+from rewriter.kernels.attention.hopper.config import filled_backward
 from rewriter.kernels.attention.hopper.extra_operands import extra_of
 from rewriter.kernels.attention.hopper.functions import Function, function_of
 from rewriter.kernels.attention.hopper.hoisting import hoisted
@@ -139,7 +139,7 @@ def backward(**given: Any) -> dict[str, Array]:
     Compilers drop gradients that nobody asks for.
     """
     as_written = {n: x for n, x in given.items() if n not in ("config", PARAM)}
-    sizes = [filled(given[x].shape[3]) for x in "qv"]
+    sizes = [filled_backward(given[x].shape[3]) for x in "qv"]
     applied = _given(given)
     extra = extra_of(hopper.flat(applied))
     config = given.get("config") or first_fitting_backward(*sizes, extra)
