@@ -106,6 +106,7 @@ def reference(
     precision: str | None = None,
     wide: Any = None,
     computed: Callable[[Array], Array] | None = None,
+    weighed: Callable[[Array, Array | None], Array] | None = None,
     **hiding: Array | None,
 ) -> Array:
     """Returns softmax(scale q kᵀ + bias) v over the keys a query sees, [b, t, n, e].
@@ -129,6 +130,8 @@ def reference(
         wide: The dtype of scores and softmax: float32, or float64 as the inputs.
         computed: What the program computes of the scores before it adds the bias, if
             that is more than the above.
+        weighed: Makes weights of that and of the keys that are seen, in place of a
+            softmax.
         **hiding: The operands that hide keys, as in `visible`.
     """
     wide = wide or jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
@@ -142,7 +145,10 @@ def reference(
         relative = relative_position(t, s, offset, shift).astype(wide)
         scores = scores + alibi.astype(wide)[:, None, None] * relative
     keep = visible(t, s, offset=offset, window=window, shift=shift, **hiding)
-    shares = _shares(scores, keep, sinks, empty_rows, unshifted)
+    if weighed is None:
+        shares = _shares(scores, keep, sinks, empty_rows, unshifted)
+    else:
+        shares = weighed(scores, keep)
     if dropout is not None:
         shares = shares * dropout.astype(wide)
     shares = shares.reshape(b, heads, n // heads, t, s)

@@ -27,6 +27,7 @@ from rewriter.kernels.attention.hopper.functions import Function, function_of
 from rewriter.kernels.attention.hopper.hoisting import hoisted
 from rewriter.kernels.attention.hopper.time_model import estimate as of_attention
 from rewriter.kernels.attention.hopper.time_model import modelled as as_measured
+from rewriter.kernels.attention.normalisation import SOFTMAX
 from rewriter.kernels.attention.op import SCORED
 from rewriter.kernels.attention.scored_form import OWN, TABLES, as_attention
 from rewriter.kernels.attention.visibility import Visibility
@@ -70,6 +71,9 @@ def supports(spec: Spec) -> Verdict:
     if spec.param("empty_rows") in PASSES:
         text = "gradients pass through rows without keys to the function"
         verdict = all_of(verdict, no("empty_rows", text))
+    if spec.param("normalisation") != SOFTMAX:
+        text = "the weights are no softmax, which this kernel takes of all functions"
+        verdict = all_of(verdict, no("weights", text))
     function = _function(spec)
     if not verdict.ok or function is None:
         return verdict
@@ -119,7 +123,8 @@ def as_applied(spec: Spec) -> Spec:
 def _given(given: Mapping[str, Any]) -> dict[str, Any]:
     """Operands and parameters with what the kernel reads as ``read``."""
     read = {n: x for n, x in given.items() if n in OWN}
-    rest = {n: x for n, x in given.items() if n not in OWN}
+    softmax = {"normalisation", "divisor"}  # it has no others
+    rest = {n: x for n, x in given.items() if n not in OWN | softmax}
     if given.get("score") is None:
         return rest
     t, s = given["q"].shape[1], given["k"].shape[1]

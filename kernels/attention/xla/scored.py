@@ -6,10 +6,11 @@ of all queries and keys is made, forward or backward, unless the function reads 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.empty import NAN_PASSING, ZERO_NAN_PASSING
+from rewriter.kernels.attention.normalisation import NONE, SOFTMAX
 from rewriter.kernels.attention.op import SCORED
 from rewriter.kernels.attention.scored_form import as_attention
 from rewriter.kernels.shared.kinds import XLA
@@ -30,6 +31,12 @@ def supports(spec: Spec) -> Verdict:
     checks = []
     if spec.param("empty_rows") in (NAN_PASSING, ZERO_NAN_PASSING):
         checks.append(no("rows", "rows without keys pass NaN to a function of scores"))
+    if spec.param("normalisation") != SOFTMAX:
+        checks += [
+            no("weights", f"{name} belongs to a softmax, and the weights are none")
+            for name in ("bias", "sinks")
+            if spec.has(name)
+        ]
     return all_of(xla.supports(as_attention(spec)), *checks)
 
 
@@ -68,8 +75,15 @@ def configs(spec: Spec, device: Device) -> list[xla.Blocks]:
     return xla.configs(as_attention(spec), device)
 
 
+def _saves(spec: Spec) -> list[Any]:
+    """The log-sum-exp of each row, or its sum of weights if that divides."""
+    saves = xla.KERNEL.traits.saves
+    assert saves is not None
+    return [] if spec.param("normalisation") == NONE else saves(as_attention(spec))
+
+
 KERNEL = XLA.kernel(
     SCORED.name, xla.forward, xla.backward, supports, Speed(profitable),
     Space(xla.Blocks, default, configs),
-    saves_out=True, merges=True, saves=xla.KERNEL.traits.saves,
+    saves_out=True, merges=True, saves=_saves,
 )  # fmt: skip
