@@ -33,6 +33,8 @@ from rewriter.ops.score import ELEMENTWISE, NAMED
 from rewriter.patterns.attention.assembly import NAME as GENERAL
 from rewriter.patterns.attention.read import ANCHORS, DOT, later_forms
 from rewriter.patterns.attention.score_region import NAME, Region
+from rewriter.patterns.attention.weighed import STEPS as WEIGHED
+from rewriter.patterns.attention.weighed import propose_weighed
 from rewriter.program.graph import Node
 
 FILLS = 1e3
@@ -65,7 +67,10 @@ BETWEEN = LOCAL | ELEMENTWISE | NAMED.keys()
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """Readings of the softmax around an exponential."""
+    """Readings of the softmax around an exponential, or of another weighed sum."""
+    if anchor.prim in DOT:
+        yield from propose_weighed(find, anchor)
+        return
     products = _products(find, anchor.ins[0])
     if not products or find.known_empty(NAME, anchor):
         return
@@ -314,6 +319,6 @@ def _unhidden(find: Finder, value: int, core: frozenset[int]) -> int | None:
     return inside[0]
 
 
-PATTERN = ReaderPattern(
-    NAME, ANCHORS, propose, (Step(DOT, BETWEEN), Step(ANCHORS), Step(DOT))
-)
+STEPS = (Step(DOT, BETWEEN), Step(ANCHORS), Step(DOT))
+
+PATTERN = ReaderPattern(NAME, ANCHORS | DOT, propose, STEPS, other_steps=WEIGHED)

@@ -239,6 +239,12 @@ def cast_step(ref: Ref, dtype: Any) -> Step:
     return Step("convert_element_type", (ref,), name, f"to {name}", run)
 
 
+def inverse_step(ref: Ref, dtype: Any) -> Step:
+    """Returns the step that is one divided by a number of a dtype."""
+    one = number(1, dtype)
+    return Step("div", (one, ref), str(dtype), "", jnp.divide)
+
+
 def lookup_step(table: Ref, index: Ref, dtype: Any, fill: Any = None) -> Step:
     """Returns the step that reads a table.
 
