@@ -1,4 +1,4 @@
-"""What makes weights of a function's values: a softmax, nothing, or their sum.
+"""What divides weights that are no softmax: a function of their sum.
 
 Sigmoid attention takes ``sigmoid(scores)`` as weights, ReLU attention ``relu(scores)``.
 Both may be divided by a function of a query's sum of weights::
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from jax import Array
 
     from rewriter.ops.score import Score
-
-SOFTMAX, NONE, SUM = "softmax", "none", "sum"
 
 
 def divided(

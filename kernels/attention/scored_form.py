@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.normalisation import NONE, SOFTMAX, divided
+from rewriter.kernels.attention.normalisation import divided
 from rewriter.ops.form import Form, special_form
 from rewriter.ops.op import Op, Operand, Sharding
+from rewriter.ops.score import NONE, SOFTMAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,7 +84,7 @@ def scored(
         attend: Computes attention, with a function of all scores as ``computed``.
         score: The function; None leaves the scores.
         normalisation: How weights are made of its values: a name of
-            `rewriter.kernels.attention.normalisation`.
+            `rewriter.ops.score`.
         divisor: The function of a query's sum of weights that divides, for ``"sum"``;
             None for the sum itself.
         **given: The operands and parameters of attention, and those of the function.

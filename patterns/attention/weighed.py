@@ -10,6 +10,7 @@ Must hold  as for a function before a softmax. Both contractions have an axis of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, is_local
@@ -19,9 +20,10 @@ from rewriter.find.reading import Reading, Refused, unproved
 from rewriter.find.sieve import BATCHED, Step
 from rewriter.ops.score import ELEMENTWISE, NAMED
 from rewriter.patterns.attention.precision import rounded
-from rewriter.patterns.attention.read import ANCHORS, DOT, later_forms
+from rewriter.patterns.attention.read import ANCHORS, later_forms
 from rewriter.patterns.attention.score_region import NAME
 from rewriter.patterns.attention.weighed_region import Divisor, WeighedRegion
+from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
 
@@ -39,12 +41,18 @@ KEPT = LAYOUT_PRIMITIVES | TRANSPARENT | {
 SORTED = frozenset({"sort", "top_k", "cumsum"})
 """What sparsemax and entmax compute of a row of scores."""
 
+OF_ROWS = SORTED | {"cumprod", "cumlogsumexp", "reduce_sum", "reduce_prod"}
+"""What else may be computed of a row, which makes no function of each score."""
+
 STEPS = (
     Step(frozenset({BATCHED}), BETWEEN | {"reduce_sum"}),
     Step(FUNCTIONS, BETWEEN | {"reduce_sum"}),
     Step(frozenset({BATCHED})),
 )
 """The path through such an attention."""
+
+OF_SOFTMAX = frozenset({"reduce_max", "argmax"})
+"""What says, beside an exponential, that weights are those of a softmax."""
 
 WALK = 400
 """The most values between products and weights."""
@@ -88,7 +96,7 @@ def _products(find: Finder, value: int) -> list[Node]:
             (summed, _), (batch, _) = node.params["dimension_numbers"]
             if summed and batch and node not in found:
                 found.append(node)
-        elif node.prim in BETWEEN or node.prim in SORTED:
+        elif node.prim in BETWEEN or node.prim in OF_ROWS:
             new = [i for i in node.ins if i not in seen]
             seen.update(new)
             queue += [i for i in new if i not in find.graph.constants]
@@ -115,7 +123,7 @@ def _between(find: Finder, product: Node, weights: int) -> list[Node] | None:
         if len(seen) > WALK:
             return None
     prims = {node.prim for node in found}
-    if prims.isdisjoint(FUNCTIONS) or any(p.startswith("reduce_m") for p in prims):
+    if prims.isdisjoint(FUNCTIONS) or (prims & ANCHORS and prims & OF_SOFTMAX):
         return None
     return found
 
@@ -153,7 +161,7 @@ def _regions(
         text = "the weights or the scores are a result too, so they are kept anyway"
         raise Refused("returned", text, score=0.5)
     if sums:
-        divisor, scored = _divisor(find, sums[0], between), graph.node_of
+        divisor = _divisor(find, sums[0], between)
         if divisor is None:
             raise _unlike(others)
         scored = find.uncast(sums[0].ins[0])
@@ -172,9 +180,13 @@ def _unlike(others: list[Node]) -> Refused:
     """Why weights are no function of each score alone."""
     prims = {n.prim for n in others}
     if prims & SORTED:
-        text = "the scores of a query are sorted or added up in order, as for "
-        text += "sparsemax and entmax: there is no running form of that"
+        text = "the scores of a query are sorted, as for sparsemax and entmax or for "
+        text += "the largest ones, and there is no running form of that"
         return Refused("sorted", text, score=0.6)
+    if prims & LOOPS:
+        text = "the weights are made in a loop over all scores of a query, as entmax "
+        text += "searches its threshold, and there is no running form of that"
+        return Refused("loop", text, score=0.6)
     names = " and ".join(sorted(prims))
     text = f"each weight depends on other scores of its query, through {names}"
     return Refused("scores", text, score=0.4)
@@ -182,18 +194,21 @@ def _unlike(others: list[Node]) -> Refused:
 
 def _divisor(find: Finder, total: Node, between: list[Node]) -> Divisor | None:
     """What weights are divided by, from a sum of them among what makes them."""
+    graph = find.graph
     below = find.below(frozenset(total.outs), max(v for n in between for v in n.outs))
+    full = math.prod(graph.shape(total.ins[0]))
+    row = {v for v in below if math.prod(graph.shape(v)) < full}
     for node in sorted(between, key=lambda n: n.outs[0]):
         if node.prim not in ("div", "mul"):
             continue
         after = [i in below for i in node.ins]
         if after in ([False, True], [True, False]):
             k = after.index(True)
+            shape = find.graph.shape(node.outs[0])
+            if find.graph.shape(node.ins[1 - k]) != shape or node.outs[0] in row:
+                continue
             if node.prim == "div" and k == 0:
                 return None
-            shape = find.graph.shape(node.outs[0])
-            if find.graph.shape(node.ins[1 - k]) != shape:
-                continue
             return Divisor(total, _row(find, node.ins[k]), node.prim == "mul")
     return None
 

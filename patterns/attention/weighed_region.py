@@ -18,8 +18,7 @@ from rewriter.find.reading import (
     operand,
     split_digits,
 )
-from rewriter.kernels.attention.normalisation import NONE, SUM
-from rewriter.ops.score import PRODUCT, Ref, Score, inverse_step
+from rewriter.ops.score import NONE, PRODUCT, SUM, Ref, Score, inverse_step
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.operands import read_operands
 from rewriter.patterns.attention.precision import read_weights
@@ -34,6 +33,9 @@ LINEAR = frozenset({
     "reduce_precision", "select_n", "sub",
 })  # fmt: skip
 """Equations that may be linear in a product."""
+
+
+OTHER_SUM = "a sum of something else than the weights divides or multiplies them"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +121,8 @@ class WeighedRegion:
         """The sum over keys, the weights in it, and what it is divided by."""
         find, alg, (pv, side) = self.find, self.find.algebra, self.weighed
         if len(form) != 1:
+            if self.divisor is not None:
+                raise Refused("denominator", OTHER_SUM, score=0.5)
             raise Refused("terms", f"the result is a sum of {len(form)} terms")
         ((flag, mono), c) = next(iter(form.items()))
         sums = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
@@ -155,6 +159,8 @@ class WeighedRegion:
             if own and power == (1 if divisor.inverse else -1):
                 return atom
         text = "the result is multiplied by something else"
+        if divisor is not None and not factors:
+            text = "the weights are divided by a sum along another axis than the keys"
         raise Refused("factor", text, score=0.4)
 
     def _require_a_function(self, function: Function) -> None:
@@ -163,26 +169,23 @@ class WeighedRegion:
         Raises:
             Refused: If nothing but the names of arrays says that it is attention.
         """
-        apart = function.places or function.dense
-        if not apart and _is_linear(function.score):
-            text = "queries, keys and values are multiplied without a function between"
-            raise Refused(
-                "linear",
-                f"{text}: linear attention, which needs no scores",
-                score=0.4,
-                suggestion="multiply keys by values first",
-            )
         pv, side = self.weighed
         lead = len(pv.params["dimension_numbers"][1][0])
         sides = (*self.product.ins[:2], pv.ins[1 - side])
-        if lead > 1 or function.places or _are_projected_alike(self.find, *sides):
-            return
-        raise Refused(
-            "layers",
-            "two layers of a network, each with matrices of its own, compute the same",
-            score=0.4,
-            suggestion="give the batch and the heads an axis each",
-        )
+        known = lead > 1 or function.places or _are_projected_alike(self.find, *sides)
+        if not known:
+            text = (
+                "two layers of a network with matrices of their own are the same"
+            )
+            raise Refused("layers", text, score=0.2)
+        if not function.places and not function.dense and _is_linear(function.score):
+            raise Refused(
+                "linear",
+                "linear attention: queries, keys and values are multiplied without a "
+                "function between, which needs no scores",
+                score=0.4,
+                suggestion="multiply keys by values first",
+            )
 
     # ------------------------------------------------------------------ the reading
     def _assembled(
@@ -257,8 +260,7 @@ class WeighedRegion:
         core = self.find.below(frozenset((total,)), self.divisor.value)
         at = product_place(ev, self.divisor.value, args, total, core)
         if not _adds_up(softmax, ev.poly(total, at), leaf):
-            text = "the weights are divided by a sum of something else"
-            raise Refused("denominator", text, score=0.6)
+            raise Refused("denominator", OTHER_SUM, score=0.6)
         reader = ScoreReader(ev, axes, total, at, core, operands=dict(operands))
         score = reader.function(self.divisor.value, args).score
         if self.divisor.inverse:

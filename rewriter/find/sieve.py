@@ -44,8 +44,6 @@ class Step:
 def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
     """The patterns that may have a site in a program."""
     names = primitives(jaxpr)
-    if "dot_general" in names:
-        names.add(BATCHED)
     named = [
         p
         for p in patterns
@@ -65,9 +63,18 @@ def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
 def primitives(jaxpr: Any) -> set[str]:
     """The names of a program's primitives, at any depth."""
     found: set[Any] = set()
+    batched = False
     for body in _each_body(jaxpr):
         found |= {eqn.primitive for eqn in body.eqns}
-    return {p.name for p in found}
+        batched = batched or any(map(_is_batched, body.eqns))
+    return {p.name for p in found} | ({BATCHED} if batched else set())
+
+
+def _is_batched(eqn: Any) -> bool:
+    """Whether an equation is a contraction whose operands have more axes in common."""
+    return eqn.primitive.name == "dot_general" and bool(
+        eqn.params["dimension_numbers"][1][0]
+    )
 
 
 def dtypes(jaxpr: Any) -> set[Any]:
@@ -201,7 +208,7 @@ class _Sieve:
             if not self.open:
                 return  # all patterns are possible already
             name = eqn.primitive.name
-            if name == "dot_general" and eqn.params["dimension_numbers"][1][0]:
+            if _is_batched(eqn):
                 name = BATCHED
             rule = rules.get(name) or self._rule(name)
             taken = [t for a in eqn.invars if a.__class__ is variable and (t := get(a))]

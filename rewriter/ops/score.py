@@ -24,6 +24,10 @@ from jax import lax
 PRODUCT, ROW, COLUMN = "product", "row", "column"
 """What every function may read: the product, and the numbers of query and key."""
 
+SOFTMAX, NONE, SUM = "softmax", "none", "sum"
+"""How weights are made of a function's values: exponentials over their sum, the values
+themselves, or the values over a function of their sum."""
+
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
     "atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh",

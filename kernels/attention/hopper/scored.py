@@ -27,7 +27,6 @@ from rewriter.kernels.attention.hopper.functions import Function, function_of
 from rewriter.kernels.attention.hopper.hoisting import hoisted
 from rewriter.kernels.attention.hopper.time_model import estimate as of_attention
 from rewriter.kernels.attention.hopper.time_model import modelled as as_measured
-from rewriter.kernels.attention.normalisation import SOFTMAX
 from rewriter.kernels.attention.op import SCORED
 from rewriter.kernels.attention.scored_form import OWN, TABLES, as_attention
 from rewriter.kernels.attention.visibility import Visibility
@@ -36,6 +35,7 @@ from rewriter.kernels.attention.xla.scored import TOO_MANY
 from rewriter.kernels.shared.hopper import by_estimate, processors
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.ops.kernel import Space, Speed
+from rewriter.ops.score import SOFTMAX
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -235,9 +235,7 @@ def backward_configs(spec: Spec, device: Device) -> list[hopper.BackwardTiles]:
     return hopper.backward_configs(as_applied(spec), device)
 
 
-def fits_backward(
-    config: hopper.BackwardTiles, spec: Spec, device: Device
-) -> Verdict:
+def fits_backward(config: hopper.BackwardTiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config of the backward can run."""
     return hopper.fits_backward(config, as_applied(spec), device)
 

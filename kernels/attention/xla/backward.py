@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.empty import NAN, PASSES, PASSING, ZERO, passed
-from rewriter.kernels.attention.normalisation import SOFTMAX
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
 from rewriter.kernels.attention.xla.forward import first_sums, kept_factors, running
 from rewriter.kernels.attention.xla.problem import Problem, problem_of
@@ -18,6 +17,7 @@ from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.attention.xla.tile import Tile, is_float
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
 from rewriter.kernels.attention.xla.weighed import through_divisor
+from rewriter.ops.score import SOFTMAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.empty import AVERAGED, NAN
-from rewriter.kernels.attention.normalisation import SOFTMAX, SUM
 from rewriter.kernels.attention.xla.problem import Problem, problem_of
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.attention.xla.tile import Tile
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
 from rewriter.kernels.attention.xla.weighed import weighed
+from rewriter.ops.score import SOFTMAX, SUM
 
 if TYPE_CHECKING:
     from jax import Array

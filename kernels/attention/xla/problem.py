@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
-from rewriter.kernels.attention.normalisation import SOFTMAX
 from rewriter.kernels.attention.stored_form import added_to
 from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.xla.config import DEFAULT
 from rewriter.kernels.attention.xla.sizes import Sizes, sizes_of
 from rewriter.kernels.shared.loops import fori_loop
+from rewriter.ops.score import SOFTMAX
 from rewriter.ops.stored import FEW_BITS
 from rewriter.ops.widening import applied
 

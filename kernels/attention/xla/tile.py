@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.normalisation import SOFTMAX
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
 from rewriter.kernels.attention.visibility import within
 from rewriter.kernels.attention.xla.problem import AXES
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.shared.products import unturned
+from rewriter.ops.score import SOFTMAX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.normalisation import NONE, SUM, divided
+from rewriter.kernels.attention.normalisation import divided
 from rewriter.kernels.attention.xla.problem import Problem
 from rewriter.kernels.attention.xla.tile import Tile, is_float
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
+from rewriter.ops.score import NONE, SUM
 
 if TYPE_CHECKING:
     from jax import Array
