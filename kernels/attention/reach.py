@@ -187,15 +187,18 @@ def _computed(step: Step, ins: list[_Outside | None]) -> _Outside | None:
 
 def _value(step: Step, ins: list[_Outside]) -> Any:
     """The number that an equation gives for numbers."""
+    dtypes = [np.asarray(x.value).dtype for x in ins if not _is_plain(x.value)]
+    dtype = dtypes[0] if dtypes else step.dtype
     with jax.ensure_compile_time_eval():
-        made = step.run(*(_typed(x.value, step) for x in ins))
+        values = (x.value for x in ins)
+        typed = (np.asarray(x, dtype) if _is_plain(x) else x for x in values)
+        made = step.run(*typed)
     return np.asarray(made)[()]
 
 
-def _typed(value: Any, step: Step) -> Any:
-    """A number as an equation reads it."""
-    plain = isinstance(value, (bool, int, float))
-    return np.asarray(value, step.dtype) if plain else value
+def _is_plain(value: Any) -> bool:
+    """Whether a number has no dtype: one that is made of positions."""
+    return isinstance(value, (bool, int))
 
 
 def _chosen(test: _Test, no: Any, yes: Any) -> tuple[_Outside, ...]:
