@@ -62,12 +62,14 @@ class Region:
     weighed: tuple[Node, int]
     how: str
 
-    def reading(self, known: bool) -> Reading:
+    def reading(self, known: bool, larger: bool = False) -> Reading:
         """Returns the reading.
 
         Args:
             known: Whether the result is attention with a bias. Then only a function
                 that needs no array of all queries and keys is worth more.
+            larger: Whether that bias is a sum of arrays that are smaller; then any
+                function is worth more.
 
         Raises:
             Refused: If the region is no softmax of a function of products.
@@ -87,7 +89,7 @@ class Region:
         if known and function.asked:
             text = "the gradient of a table is asked for, which its bias has at once"
             raise Refused("bias", text, score=0.1)
-        if known and (function.dense or not function.places):
+        if known and not larger and (function.dense or not function.places):
             text = "its bias is an array of the program, which attention takes as it is"
             raise Refused("bias", text, score=0.1)
         self._require_one_meaning(softmax, function)

@@ -11,7 +11,8 @@ Must hold  these equations compute each number from the contraction at its own p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
 from rewriter.algebra.canonicalize import (
     LAYOUT_PRIMITIVES,
@@ -162,15 +163,17 @@ def _around(
         for scored in candidates:
             for value in later_forms(find, pv):
                 known = find.found.get((GENERAL, value))
+                larger = bool(known) and _is_larger_than_its_terms(known)
                 if known and not (
-                    _has_bias_of_pairs(known) and _adds_of_places(find, scored, product)
+                    _has_bias_of_pairs(known)
+                    and (larger or _adds_of_places(find, scored, product))
                 ):
                     return
                 for how in ("full", "soft"):
                     given = (scored, candidates[-1])
                     region = Region(find, value, *given, product, (pv, side), how)
                     try:
-                        yield region.reading(known is not None)
+                        yield region.reading(known is not None, larger)
                     except Refused as refusal:
                         if miss is None or refusal.score > miss.score:
                             miss = refusal.with_traceback(None)
@@ -194,6 +197,24 @@ def _has_bias_of_pairs(reading: Reading) -> bool:
     ((form, groups),) = bias.parts
     ids = reading.algebra.ids(form)
     return all(ids.intersection(axis) for axis in groups[2:])
+
+
+def _is_larger_than_its_terms(reading: Reading) -> bool:
+    """Whether attention is read with a bias that is a sum of smaller arrays.
+
+    In triangle attention one differs by row and key, and one by head, query and key.
+    A function of scores reads each of them as it is.
+    """
+    bias, alg = reading.operands.get("bias"), reading.algebra
+    if bias is None:
+        return False
+    ((form, _),) = bias.parts
+
+    def of(ids: Iterable[int]) -> int:
+        return math.prod(alg.sizes[i] for i in ids)
+
+    terms = (of(alg.term_ids(flag, mono)) for flag, mono in form)
+    return len(form) > 1 and of(alg.ids(form)) > max(terms)
 
 
 def _adds_of_places(find: Finder, scored: int, product: Node) -> bool:

@@ -28,7 +28,7 @@ from rewriter.kernels.attention.hopper.hoisting import hoisted
 from rewriter.kernels.attention.hopper.time_model import estimate as of_attention
 from rewriter.kernels.attention.hopper.time_model import modelled as as_measured
 from rewriter.kernels.attention.op import SCORED
-from rewriter.kernels.attention.scored_form import OWN, TABLES, as_attention
+from rewriter.kernels.attention.scored_form import ARRAYS, OWN, TABLES, as_attention
 from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.attention.xla.scored import TOO_MANY
@@ -195,7 +195,19 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         both = passes != "forward"
         each = function.cost(False) + (2 * function.cost(True) if both else 0)
         own += _scores(spec) * each / (RATE * processors(device))
+    if passes != "forward" and _reads_pairs(spec):
+        own += of_xla(plain, device, passes)  # it computes that array's cotangent
     return {"xla": of_xla(plain, device, passes), "hopper": own}
+
+
+def _reads_pairs(spec: Spec) -> bool:
+    """Whether the function reads a float for each query and key from an array."""
+    return any(
+        name in ARRAYS
+        and jnp.issubdtype(spec.dtype(name), jnp.floating)
+        and min(shape[2:]) > 1
+        for name, shape in spec.shapes
+    )
 
 
 def _scores(spec: Spec) -> float:
