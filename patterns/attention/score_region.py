@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from rewriter.algebra.normal_form import TRUE, Index, Poly
+from rewriter.algebra.normal_form import TRUE, Algebra, Index, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import (
     Operand,
@@ -62,14 +62,14 @@ class Region:
     weighed: tuple[Node, int]
     how: str
 
-    def reading(self, known: bool, larger: bool = False) -> Reading:
+    def reading(self, known: bool, larger: int = 0) -> Reading:
         """Returns the reading.
 
         Args:
             known: Whether the result is attention with a bias. Then only a function
                 that needs no array of all queries and keys is worth more.
-            larger: Whether that bias is a sum of arrays that are smaller; then any
-                function is worth more.
+            larger: The size of that bias if it is a sum of smaller arrays, else 0. Any
+                function that reads these is worth more.
 
         Raises:
             Refused: If the region is no softmax of a function of products.
@@ -91,6 +91,9 @@ class Region:
             raise Refused("bias", text, score=0.1)
         if known and not larger and (function.dense or not function.places):
             text = "its bias is an array of the program, which attention takes as it is"
+            raise Refused("bias", text, score=0.1)
+        if larger and any(_size(alg, x) >= larger for x in function.operands.values()):
+            text = "the arrays that its bias is a sum of are not at hand"
             raise Refused("bias", text, score=0.1)
         self._require_one_meaning(softmax, function)
         general = assembled(softmax)
@@ -239,6 +242,11 @@ class Region:
             proof=proof,
             taken=Taken("score", function.results),
         )
+
+
+def _size(alg: Algebra, x: Operand) -> int:
+    """The numbers that an operand holds."""
+    return math.prod(alg.sizes[i] for i in alg.ids(x.parts[0][0]))
 
 
 def with_function(

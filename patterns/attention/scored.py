@@ -21,7 +21,7 @@ from rewriter.algebra.canonicalize import (
     is_local,
     is_lossless,
 )
-from rewriter.algebra.normal_form import OverBudget
+from rewriter.algebra.normal_form import Algebra, OverBudget
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
@@ -163,7 +163,7 @@ def _around(
         for scored in candidates:
             for value in later_forms(find, pv):
                 known = find.found.get((GENERAL, value))
-                larger = bool(known) and _is_larger_than_its_terms(known)
+                larger = _size_of_a_sum(find, known) if known else 0
                 if known and not (
                     _has_bias_of_pairs(known)
                     and (larger or _adds_of_places(find, scored, product))
@@ -199,22 +199,50 @@ def _has_bias_of_pairs(reading: Reading) -> bool:
     return all(ids.intersection(axis) for axis in groups[2:])
 
 
-def _is_larger_than_its_terms(reading: Reading) -> bool:
-    """Whether attention is read with a bias that is a sum of smaller arrays.
+def _size_of_a_sum(find: Finder, reading: Reading) -> int:
+    """The size of a bias that is a sum of smaller arrays; 0 if it is none.
 
     In triangle attention one differs by row and key, and one by head, query and key.
     A function of scores reads each of them as it is.
     """
     bias, alg = reading.operands.get("bias"), reading.algebra
     if bias is None:
-        return False
+        return 0
     ((form, _),) = bias.parts
+    whole = _count(alg, alg.ids(form))
+    terms = [_count(alg, alg.term_ids(flag, mono)) for flag, mono in form]
+    if len(form) > 1 and max(terms) < whole:
+        return whole
+    leaves = (alg.defs[a][1] for a in alg.poly_leaves(form))
+    if any(_is_outer_sum(find, v) for v in leaves if isinstance(v, int)):
+        return whole
+    return 0
 
-    def of(ids: Iterable[int]) -> int:
-        return math.prod(alg.sizes[i] for i in ids)
 
-    terms = (of(alg.term_ids(flag, mono)) for flag, mono in form)
-    return len(form) > 1 and of(alg.ids(form)) > max(terms)
+def _count(alg: Algebra, ids: Iterable[int]) -> int:
+    return math.prod(alg.sizes[i] for i in ids)
+
+
+def _is_outer_sum(find: Finder, value: int) -> bool:
+    """Whether a value is a sum of arrays that are each smaller."""
+    graph = find.graph
+    node = graph.node_of(value)
+    while node is not None and node.prim in LAYOUT_PRIMITIVES | TRANSPARENT:
+        value = node.ins[0]
+        node = graph.node_of(value)
+    if node is None or node.prim not in ("add", "sub"):
+        return False
+    size = math.prod(graph.shape(value))
+    return all(_size_below_layout(find, i) < size for i in node.ins)
+
+
+def _size_below_layout(find: Finder, value: int) -> int:
+    """The least number of numbers that a value holds in another layout."""
+    graph, size = find.graph, math.prod(find.graph.shape(value))
+    while (node := graph.node_of(value)) and node.prim in LAYOUT_PRIMITIVES:
+        value = node.ins[0]
+        size = min(size, math.prod(graph.shape(value)))
+    return size
 
 
 def _adds_of_places(find: Finder, scored: int, product: Node) -> bool:

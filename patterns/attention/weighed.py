@@ -157,7 +157,7 @@ def _regions(
     if len(sums) < len(others) or len(sums) > 1:
         raise _unlike(others)
     kept = (v for n in (product, *between) for v in n.outs)
-    if any(v in find.regions.returned for v in kept if graph.shape(v)):
+    if not set(graph.results).isdisjoint(kept):
         text = "the weights or the scores are a result too, so they are kept anyway"
         raise Refused("returned", text, score=0.5)
     if sums:
