@@ -10,7 +10,6 @@ Must hold  each number of the result is computed from the product at its own pla
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +46,7 @@ from rewriter.ops.score import (
     primitive_step,
 )
 from rewriter.patterns.attention.axes import Axes
+from rewriter.patterns.attention.score_place import in_other_layout
 from rewriter.patterns.attention.score_results import score_results
 from rewriter.program.graph import Node
 
@@ -158,27 +158,8 @@ class ScoreReader:
                 return self._computed(value, args)
             except (Unread, OverBudget):
                 self._forget(*before)
-        source = self._in_other_layout(value, args)
+        source = in_other_layout(self.ev, value, args)
         return self._array(value, args) if source is None else self.read(*source)
-
-    def _in_other_layout(
-        self, value: int, args: tuple[Index, ...]
-    ) -> tuple[int, tuple[Index, ...]] | None:
-        """The array that a value is in another layout, where it is at hand.
-
-        One array may be broadcast several times, and has one gradient.
-        """
-        ev, node = self.ev, self.ev.g.node_of(value)
-        if node is None or node.prim not in LAYOUT_PRIMITIVES:
-            return None
-        try:
-            moved = ev.moved(node, value, args)
-        except OverBudget:
-            return None
-        if moved is None or moved[0] is None or not ev.at_hand(moved[0]):
-            return None
-        sizes = (math.prod(ev.g.shape(v)) for v in (moved[0], value))
-        return moved if operator.le(*sizes) else None
 
     def _forget(self, count: int, operands: dict[str, Operand], dense: bool) -> None:
         """Takes back what was read in vain."""

@@ -174,9 +174,7 @@ class WeighedRegion:
         sides = (*self.product.ins[:2], pv.ins[1 - side])
         known = lead > 1 or function.places or _are_projected_alike(self.find, *sides)
         if not known:
-            text = (
-                "two layers of a network with matrices of their own are the same"
-            )
+            text = "two layers of a network with matrices of their own are the same"
             raise Refused("layers", text, score=0.2)
         if not function.places and not function.dense and _is_linear(function.score):
             raise Refused(

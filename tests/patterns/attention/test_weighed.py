@@ -26,7 +26,7 @@ from tests.patterns.attention.test_scored import (
 )
 from tests.patterns.attention.test_scored import quickly as quickly
 from tests.spellings.attention import scores
-from tests.spellings.attention.scores import B, H, Given, N, S, T
+from tests.spellings.attention.scores import B, Given, H, N, S, T
 
 pytestmark = pytest.mark.once
 
