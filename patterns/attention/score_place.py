@@ -1,4 +1,4 @@
-"""Finds where a function of scores reads products: one place for each result; arrays."""
+"""Finds where a function of scores reads: products at one place, arrays as they lie."""
 
 from __future__ import annotations
 
