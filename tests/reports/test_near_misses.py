@@ -324,8 +324,11 @@ REASONS = {
         lambda q, k, v: weighted(scores(q, k) / 6, v), Q, K, V,
     ),
     "of a row": (
-        "scored_attention", "depends on other scores of its query, through cumprod",
-        lambda q, k, v: weighted(jnp.cumprod(jnp.tanh(scores(q, k)), -1), v), Q, K, V,
+        "scored_attention", "depends on other scores of its query, through reduce_sum",
+        lambda q, k, v: weighted(
+            jax.nn.relu(scores(q, k) - scores(q, k).mean(-1, keepdims=True)), v
+        ),
+        Q, K, V,
     ),
     "over_heads": (
         "attention", "summed along another",
