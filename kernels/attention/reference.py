@@ -110,6 +110,7 @@ def reference(
     precision: str | None = None,
     wide: Any = None,
     computed: Callable[[Array], Array] | None = None,
+    weighed: Callable[[Array, Array | None], Array] | None = None,
     **hiding: Array | None,
 ) -> Array:
     """Returns softmax(scale q kᵀ + bias) v over the keys a query sees, [b, t, n, e].
@@ -133,6 +134,8 @@ def reference(
         wide: The dtype of scores and softmax: float32, or float64 as the inputs.
         computed: What the program computes of the scores before it adds the bias, if
             that is more than the above.
+        weighed: Makes weights of that and of the keys that are seen, in place of a
+            softmax.
         **hiding: The operands that hide keys, as in `visible`.
     """
     wide = wide or jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
@@ -142,7 +145,12 @@ def reference(
         scores = computed(scores).astype(wide)
     scores = _biased(scores, bias, alibi, offset, shift)
     keep = visible(t, s, offset=offset, window=window, shift=shift, **hiding)
-    shares = _shares(scores, keep, sinks, dropout, empty_rows, unshifted)
+    if weighed is None:
+        shares = _shares(scores, keep, sinks, empty_rows, unshifted)
+    else:
+        shares = weighed(scores, keep)
+    if dropout is not None:
+        shares = shares * dropout.astype(wide)
     shares = shares.reshape(b, heads, n // heads, t, s)
     last = precision or weights
     out = jnp.einsum("bkgts,bske->btkge", shares, v.astype(wide), precision=last)
@@ -192,17 +200,15 @@ def _shares(
     plain: Array,
     keep: Array | None,
     sinks: Array | None,
-    dropout: Array | None,
     empty_rows: str,
     unshifted: str | None,
 ) -> Array:
-    """The softmax of scores over the keys that each query sees, times dropout.
+    """The softmax of scores over the keys that each query sees.
 
     Args:
         plain: The scores, [b, n, t, s].
         keep: Which keys a query sees; None for all.
         sinks: The score of each head's sink, [n], if there are sinks.
-        dropout: What the softmax is multiplied by, if there is dropout.
         empty_rows: As in `reference`.
         unshifted: As in `reference`.
     """
@@ -215,7 +221,7 @@ def _shares(
         shares = shares * jnp.where(overflows(total, unshifted), jnp.nan, 1)
     if empty_rows in PASSES and extra is None:
         shares = _passing(shares, plain, scores, empty_rows != PASSING)
-    return shares if dropout is None else shares * dropout.astype(plain.dtype)
+    return shares
 
 
 def usual(q: Array, k: Array, v: Array, **given: Any) -> Array:

@@ -68,6 +68,7 @@ class ReaderPattern:
         anchors: Primitives at which a search begins.
         propose: Yields readings of the regions around an anchor.
         steps: The steps of a path through every site, in order; see `sieve`.
+        other_steps: Those of another path; a site has one of both.
         needs: Primitives that every program with a site has.
         either: If not empty, primitives; such a program has at least one of them.
         dtypes: If not empty, dtypes; such a program has an array of one of them.
@@ -89,6 +90,7 @@ class ReaderPattern:
     above: frozenset[str] = frozenset()
     of_rows: bool = False
     looks_above: bool = False
+    other_steps: tuple[Step, ...] = ()
 
     @property
     def op(self) -> Op:
