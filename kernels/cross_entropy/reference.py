@@ -69,12 +69,8 @@ def reference(
     top = lax.stop_gradient(y.max(-1, keepdims=True))
     for kept in {"both": (), "none": LIMITS}.get(nan_at, LIMITS - {nan_at}):
         top = jnp.where(top == float(kept), 0, top)
-    lse = top + jnp.log(jnp.exp(y - top).sum(-1, keepdims=True))
-    chosen = pick(y - lse if of_log_probabilities else y, labels, outside)
-    lse = lse[..., 0]
-    own = -chosen if of_log_probabilities else lse - chosen
-    if whole_slopes:
-        own = _by_rule(y, lse, labels)
+    how = outside, of_log_probabilities, whole_slopes
+    own, lse = _of_labels(y, top, labels, *how)
     out = own
     if label_smoothing:
         alike = lse - y.mean(-1)
@@ -82,6 +78,26 @@ def reference(
     if z_loss:
         out = out + z_loss * lse * lse
     return out.astype(out_dtype or out.dtype)
+
+
+def _of_labels(
+    y: jax.Array,
+    top: jax.Array,
+    labels: jax.Array,
+    outside: str,
+    of_log_probabilities: bool,
+    whole_slopes: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of each row's label alone, and each row's log-sum-exp.
+
+    `top` is what is subtracted in exponentials, [..., 1].
+    """
+    lse = top + jnp.log(jnp.exp(y - top).sum(-1, keepdims=True))
+    chosen = pick(y - lse if of_log_probabilities else y, labels, outside)
+    lse = lse[..., 0]
+    if whole_slopes:
+        return _by_rule(y, lse, labels), lse
+    return -chosen if of_log_probabilities else lse - chosen, lse
 
 
 def _reduced(
