@@ -24,7 +24,8 @@ OP = Op(
     defaults={
         "label_smoothing": 0.0, "z_loss": 0.0, "outside": "nan",
         "of_log_probabilities": False, "whole_slopes": False,
-        "used": 0, "fill": -math.inf, "reduced": False, "out_dtype": None,
+        "used": 0, "fill": -math.inf, "reduced": False, "nan_at": "both",
+        "out_dtype": None,
     },
     parallel="...",
     cost=cost,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+LIMITS = frozenset({"-inf", "+inf"})
 MODES = {"nan": "fill", "clip": "clip"}
 
 
@@ -26,6 +27,7 @@ def reference(
     used: int = 0,
     fill: float = -math.inf,
     reduced: bool = False,
+    nan_at: str = "both",
     out_dtype: str | None = None,
 ) -> jax.Array:
     """Returns the cross-entropy of each row with its label.
@@ -49,6 +51,9 @@ def reference(
         reduced: Whether the result is what the loss is made of, for some of all
             classes, from `first` on. These are the log-sum-exp of each row and the
             picked logit or 0. With `label_smoothing`, the sum of the logits follows.
+        nan_at: At which infinite maxima of a row the log-sum-exp is NaN: ``"+inf"``,
+            ``"-inf"``, ``"both"`` or ``"none"``. It is that infinity at the others.
+            `jax.nn.log_softmax` has both, and `jax.nn.logsumexp` none.
         out_dtype: The result's dtype; that in which it is computed by default.
 
     Returns:
@@ -61,7 +66,11 @@ def reference(
         return _reduced(y, labels, start, used, label_smoothing > 0)
     if used:
         y = jnp.where(jnp.arange(y.shape[-1], dtype=jnp.int32) < used, y, fill)
-    own, lse = _of_labels(y, labels, outside, of_log_probabilities, whole_slopes)
+    top = lax.stop_gradient(y.max(-1, keepdims=True))
+    for kept in {"both": (), "none": LIMITS}.get(nan_at, LIMITS - {nan_at}):
+        top = jnp.where(top == float(kept), 0, top)
+    how = outside, of_log_probabilities, whole_slopes
+    own, lse = _of_labels(y, top, labels, *how)
     out = own
     if label_smoothing:
         alike = lse - y.mean(-1)
@@ -73,13 +82,16 @@ def reference(
 
 def _of_labels(
     y: jax.Array,
+    top: jax.Array,
     labels: jax.Array,
     outside: str,
     of_log_probabilities: bool,
     whole_slopes: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss of each row's label alone, and each row's log-sum-exp."""
-    top = lax.stop_gradient(y.max(-1, keepdims=True))
+    """The loss of each row's label alone, and each row's log-sum-exp.
+
+    `top` is what is subtracted in exponentials, [..., 1].
+    """
     lse = top + jnp.log(jnp.exp(y - top).sum(-1, keepdims=True))
     chosen = pick(y - lse if of_log_probabilities else y, labels, outside)
     lse = lse[..., 0]

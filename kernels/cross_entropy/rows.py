@@ -12,6 +12,9 @@ OUTSIDE = ("nan", "zero", "clip")
 """What a label that is no class picks: NaN, as `jax.numpy.take_along_axis` does; 0, as
 a one-hot row does; or the nearest class."""
 
+NAN_AT = ("both", "+inf", "-inf", "none")
+"""Infinities of a row's maximum that make its log-sum-exp NaN."""
+
 
 @dataclass(frozen=True)
 class Slopes:
@@ -49,6 +52,7 @@ class Loss:
         fill: What a label picks that is one of the others.
         reduced: Whether only the numbers are wanted that are reduced over these
             classes, which are some of all. They are told apart by `outside` ``"zero"``.
+        nan_at: At which infinite maxima the log-sum-exp is NaN, one of `NAN_AT`.
     """
 
     classes: int
@@ -60,6 +64,7 @@ class Loss:
     used: int = 0
     fill: float = -math.inf
     reduced: bool = False
+    nan_at: str = "both"
 
     def labels(self, labels: jax.Array) -> jax.Array:
         """The classes that are picked, in at least 32 bits; others are no class."""
@@ -67,6 +72,17 @@ class Loss:
         if self.outside == "clip":
             labels = jnp.clip(labels, 0, self.classes - 1)
         return labels
+
+    def total(self, lse: jax.Array) -> jax.Array:
+        """Returns log-sum-exps as the program has them, NaN at some infinities.
+
+        What is `reduced` over some classes stays infinite: it says so to the others.
+        """
+        if self.reduced or self.nan_at == "none":
+            return lse
+        both = self.nan_at == "both"
+        lost = jnp.isinf(lse) if both else lse == float(self.nan_at)
+        return lse * jnp.where(lost, jnp.nan, 1).astype(lse.dtype)  # in gradients, too
 
     def value(
         self, lse: jax.Array, picked: jax.Array, total: jax.Array, labels: jax.Array
@@ -98,8 +114,9 @@ class Loss:
         if self.reduced:
             of_lse, picked, *total = jnp.unstack(cotangent, axis=-1)
             each = total[0] if total else jnp.zeros_like(picked)
+            of_lse = _finite_share(of_lse, lse)
             return Slopes(of_lse, picked + each, each)
-        of_lse = cotangent * self._by_lse(lse, labels)
+        of_lse = _finite_share(cotangent * self._by_lse(lse, labels), lse)
         each = -self.label_smoothing / self.classes
         own = self.label_smoothing - 1 + each
         return Slopes(of_lse, cotangent * own, cotangent * each)
@@ -108,7 +125,9 @@ class Loss:
         """Returns what is subtracted from logits in the exponentials of gradients.
 
         Of some classes of a row, all may have the logit -inf: their exponentials are 0.
+        If a logit is inf, exponentials are not divided by their sum: `slopes` is 0.
         """
+        lse = jnp.where(lse == jnp.inf, 0, lse)
         return jnp.where(lse == -jnp.inf, 0, lse) if self.reduced else lse
 
     def _by_lse(self, lse: jax.Array, labels: jax.Array) -> jax.Array:
@@ -125,3 +144,8 @@ class Loss:
     def _of_label(self, lse: jax.Array, inside: jax.Array) -> jax.Array:
         """The log-sum-exp that the picked log-probability holds."""
         return jnp.where(inside, lse, 0) if self.of_log_probabilities else lse
+
+
+def _finite_share(slope: jax.Array, lse: jax.Array) -> jax.Array:
+    """Cotangents of log-sum-exps, times 0 where these are inf: over an infinite sum."""
+    return slope * jnp.where(lse == jnp.inf, 0, 1).astype(slope.dtype)

@@ -17,7 +17,8 @@ from rewriter.kernels.cross_entropy.rows import Loss
 from rewriter.ops.op import Part, Sharding
 
 OF_ALL = (
-    "z_loss", "outside", "of_log_probabilities", "whole_slopes", "fill", "out_dtype",
+    "z_loss", "outside", "of_log_probabilities", "whole_slopes", "fill", "nan_at",
+    "out_dtype",
 )  # fmt: skip
 """Parameters that have to do with all classes alone."""
 
@@ -73,10 +74,14 @@ def _finish(
     if smoothing:
         target = (1 - smoothing) * target + smoothing / classes * out[..., 2]
     top = lax.pmax(lax.stop_gradient(lse), part.axes)
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    weight, target = lax.psum((jnp.exp(lse - top), target), part.axes)
+    infinite = top == jnp.inf  # then no class has a share that is a number
+    shift = jnp.where(jnp.isfinite(top), top, 0)
+    own = jnp.where(infinite, jnp.where(lse == jnp.inf, jnp.inf, 0), 0)
+    lse = jnp.exp(jnp.where(infinite, -jnp.inf, lse) - shift) + own
+    weight, target = lax.psum((lse, target), part.axes)
     how = {k: params[k] for k in (*OF_ALL[:-1], "label_smoothing", "used")}
     loss = Loss(classes, **how)
+    total = loss.total(jnp.log(weight) + shift)
     none, labels = jnp.zeros_like(target), loss.labels(operands["labels"])
-    value = loss.value(jnp.log(weight) + top, none, none, labels) - target
+    value = loss.value(total, none, none, labels) - target
     return value.astype(params["out_dtype"] or value.dtype)

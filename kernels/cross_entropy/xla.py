@@ -88,7 +88,7 @@ def forward(
     loss = Loss(logits.shape[-1], **how)
     classes, labels = _classes(logits, first), loss.labels(labels)
     y = _masked(logits.astype(wide), classes, loss)
-    lse = jax.nn.logsumexp(y, axis=-1)
+    lse = loss.total(jax.nn.logsumexp(y, axis=-1))
     picked = jnp.where(_hits(classes, labels, loss), y, 0).sum(-1)
     out = loss.value(lse, picked, y.sum(-1), labels).astype(out_dtype or wide)
     return (out, (lse,)) if residuals else out

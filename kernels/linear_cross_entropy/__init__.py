@@ -26,8 +26,8 @@ OP = Op(
     defaults={
         "scale": 1.0, "soft_cap": 0.0, "label_smoothing": 0.0, "z_loss": 0.0,
         "outside": "nan", "of_log_probabilities": False, "whole_slopes": False,
-        "used": 0, "fill": -math.inf, "reduced": False, "precision": None,
-        "logits_dtype": None, "out_dtype": None,
+        "used": 0, "fill": -math.inf, "reduced": False, "nan_at": "both",
+        "precision": None, "logits_dtype": None, "out_dtype": None,
     },
     parallel="...",
     cost=cost,

@@ -100,6 +100,7 @@ def forward(
     def block(part: Rows, _: None) -> tuple[None, Rows]:
         classes = loss.labels(part["labels"])
         lse, picked, total = _reduced(head, part["x"], classes, columns)
+        lse = loss.total(lse)
         value = loss.value(lse, picked, total, classes)
         return None, {"out": value.astype(out_dtype or value.dtype), "lse": lse}
 
@@ -323,6 +324,7 @@ def together(
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
         product, picks = head.product(part["x"]), loss.labels(part["labels"])
         lse, picked, total = _of_product(head, product, picks)
+        lse = loss.total(lse)
         value = loss.value(lse, picked, total, picks)
         known = part | {"lse": lse, "classes": picks, "product": product}
         sums, found = _gradients(head, loss, known, sums, columns, added)

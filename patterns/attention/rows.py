@@ -42,6 +42,8 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     notes = _require_dominant_fills(softmax)
     some = softmax.parts.keep if softmax.some is None else softmax.some
     kept = softmax.alg.both(some, softmax.parts.row_mask)
+    if kept == TRUE and _may_lose_rows(softmax, axes):
+        return Rows("nan_passing", notes)
     if kept == TRUE or _is_never_empty(softmax, axes, masks):
         return Rows(None, notes)
     row = _empty_row(softmax, kept, operands)
@@ -83,6 +85,17 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
         score=0.8,
         suggestion="hide keys in one way, by one jnp.where; if such rows may give "
         "anything, numerics='fast'",
+    )
+
+
+def _may_lose_rows(softmax: Softmax, axes: Axes) -> bool:
+    """Whether numbers are added to whole rows: -inf makes such a row NaN.
+
+    So it makes gradients of its query, and of all keys. With sinks the row is zero.
+    """
+    bias, alg = softmax.bias, softmax.alg
+    return bool(alg.poly_leaves(bias)) and not (
+        softmax.parts.sink or alg.ids(bias) & set(axes.s)
     )
 
 

@@ -11,6 +11,7 @@ Must hold  the entry is one of the same logits, or of their log-probabilities.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from rewriter.find.sieve import Step
 from rewriter.patterns.cross_entropy.form import loss_of
 from rewriter.patterns.cross_entropy.kept_alive import reader_of
 from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
-from rewriter.patterns.cross_entropy.shift import EXPONENTIALS, require_shifted
+from rewriter.patterns.cross_entropy.shift import EXPONENTIALS, nan_at, require_shifted
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
 
@@ -154,7 +155,9 @@ def _read(
     find.require_proved(ev)
     require_shifted(find, anchor, loss)
     params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
-    params |= loss.params
+    made_of = [find.graph.node_of(v).ins for v in (*above.picks, *above.sums)]
+    values = [value, *itertools.chain(*made_of)]
+    params |= loss.params | {"nan_at": nan_at(find, anchor, values)}
     if any(_of_logs(find, v) for v in above.picks):
         params["of_log_probabilities"] = True
     if op == LINEAR:

@@ -13,6 +13,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from rewriter.algebra.canonicalize import LAYOUT, ragged_axes
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder, RegionEvaluator
@@ -61,6 +63,7 @@ def read(find: Finder, node: Node) -> Reading:
     if len(node.ins) != 3 or node.params.get("group_offset") is not None:
         raise Refused("offset", "a group offset", score=0.9)
     contracting, left, right = roles(find, node)
+    _require_countable(find, node, left.index("k0" if contracting else "m0"))
     ev = find.evaluator(value, inside=frozenset({value}))
     args = ev.indices(value)
     form = ev.poly(value, args)
@@ -87,6 +90,15 @@ def read(find: Finder, node: Node) -> Reading:
         params["mode"] = mode
     groups = tuple(() if i is None else (i,) for i in args)
     return Reading(NAME, alg, ev.place, value, args, form, groups, operands, params)
+
+
+def _require_countable(find: Finder, node: Node, axis: int) -> None:
+    """Refuses sizes whose dtype is too small for the numbers of all rows."""
+    rows = find.graph.shape(node.ins[0])[axis]
+    dtype = find.graph.dtype(node.ins[2])
+    if isinstance(rows, int) and rows > jnp.iinfo(dtype).max:
+        text = f"group sizes are {dtype}, which cannot count {rows} rows"
+        raise Refused("sizes", text, score=0.9, suggestion="use int32 for them")
 
 
 ROWS_BY_MATRICES = False, ("m0", "k0"), ("g0", "k0", "n0")

@@ -20,7 +20,7 @@ CALLERS = 4
 QUIET = (
     "out_dtype", "precision", "empty_rows", "heads_axis", "wraps", "fills",
     "of_squares", "unshifted", "weights", "outside", "of_log_probabilities", "slopes",
-    "slopes_up", "whole_slopes",
+    "slopes_up", "whole_slopes", "nan_at",
 )  # fmt: skip
 """Parameters that most sites share, or that shapes show."""
 

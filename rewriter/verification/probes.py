@@ -21,7 +21,7 @@ from rewriter.support.dtypes import is_float
 MOST = 24
 """Probes of one program."""
 
-SCALED = ("x60", "x1e4", "x1e-20")
+SCALED = ("x60", "x1e4", "x1e-20", "far from 0")
 ALL_FLOATS = ("rows of zeros", "constant rows", "x60")
 """Changes that are applied to all floats together."""
 
@@ -152,6 +152,12 @@ def _times(factor: float) -> Change:
     return change
 
 
+def _far(x: np.ndarray) -> np.ndarray:
+    """All numbers moved by a thousand times the largest."""
+    size = np.abs(x.astype(np.float64)).max(initial=0, where=np.isfinite(x))
+    return (x.astype(np.float64) + 1e3 * size).astype(x.dtype)
+
+
 def _one_hot(x: np.ndarray) -> np.ndarray:
     """Rows of the identity along the largest of the axes before the last."""
     if x.ndim < 2:
@@ -181,13 +187,16 @@ FLOATS: dict[str, Change] = {
     "x60": _times(60.0),
     "x1e4": _times(1e4),
     "x1e-20": _times(1e-20),
+    "far from 0": _far,
     "inf at the end": _from(0.75, 1, np.inf),
     "-inf at the start": _from(0, 0.25, -np.inf),
     "some not a number": _every_fifth(lambda x: [np.nan]),
     "all equal": _filled(1),
     "counted": _counted,
 }
-OTHERS = ("one-hot", "rows of zeros", "constant rows", "x60", "x1e4", "x1e-20")
+OTHERS = (
+    "one-hot", "rows of zeros", "constant rows", "x60", "far from 0", "x1e4", "x1e-20",
+)  # fmt: skip
 DECIDING = (
     "inf at the end", "-inf at the start", "some not a number", "all equal", "x60",
     "counted", "rows of zeros", "x1e4", "constant rows", "x1e-20", "one-hot",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+from jax import lax
 
 if TYPE_CHECKING:
     from jax import Array
@@ -18,6 +19,19 @@ def bounds(group_sizes: Array, m: int) -> tuple[Array, Array]:
     sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, m)
     ends = upto(sizes[None])[0]
     return jnp.minimum(ends - sizes, m), jnp.minimum(ends, m)
+
+
+def as_summed(group_sizes: Array, m: int) -> tuple[Array, Array]:
+    """Returns the same ranges as `jax.lax.ragged_dot` has them for any sizes.
+
+    It adds sizes up in their own dtype, and a negative size moves the next group back.
+    Ranges may overlap then: a row of two groups has the sum of both products.
+    """
+    ends = lax.cumsum(group_sizes)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    least, most = jnp.zeros((), ends.dtype), jnp.asarray(m, ends.dtype)
+    inside = [lax.clamp(least, x, most).astype(jnp.int32) for x in (starts, ends)]
+    return inside[0], inside[1]
 
 
 def upto(x: Array) -> Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.ragged.dot import estimate, xla
+from rewriter.kernels.ragged.dot.ranges import bounds
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
@@ -95,9 +96,7 @@ class _Layout:
         self.m, self.groups = m, group_sizes.shape[0]
         self.size, self.entries = min(config.rows, m), config.entries
         self.count = m // self.size + min(m, self.groups)
-        sizes = group_sizes.astype(jnp.int32)
-        self.ends = jnp.minimum(jnp.cumsum(sizes), m)
-        self.starts = jnp.concatenate([jnp.zeros_like(self.ends[:1]), self.ends[:-1]])
+        self.starts, self.ends = bounds(group_sizes, m)
         own = -(-(self.ends - self.starts) // self.size)
         self.last = jnp.cumsum(own)
         self.first = self.last - own

@@ -18,6 +18,7 @@ from jax import lax
 from jax.core import min_dim
 
 from rewriter.kernels.ragged.dot import estimate
+from rewriter.kernels.ragged.dot.ranges import as_summed
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.kinds import XLA
@@ -194,7 +195,7 @@ def _ragged(use: Use, ranges: tuple[Array, Array], size: int) -> Array:
                 form, rows, matrix, precision=precision, preferred_element_type=wide
             )
             old = lax.dynamic_slice_in_dim(out, first, size)
-            new = jnp.where(valid, new.astype(dtype), old)
+            new = old + jnp.where(valid, new.astype(dtype), 0)  # a row may be of two
             return lax.dynamic_update_slice_in_dim(out, new, first, 0)
 
         return _over_tiles(start, end, m, size, one_tile, out)
@@ -238,12 +239,11 @@ def _contracted(use: Use, ranges: tuple[Array, Array], size: int) -> Array:
 
 def _ranges(group_sizes: Array, m: int, first_row: Array | None) -> tuple[Array, Array]:
     """The first and last row bounds of each group."""
-    sizes = group_sizes.astype(jnp.int32)
-    ends = jnp.cumsum(sizes)
-    last = jnp.asarray(m, jnp.int32)
-    ends = jnp.minimum(ends if first_row is None else ends + first_row, last)
-    first = jnp.zeros_like(ends[:1]) if first_row is None else first_row.reshape(1)
-    return jnp.concatenate([first, ends[:-1]]), ends
+    if first_row is None:
+        return as_summed(group_sizes, m)
+    ends = jnp.cumsum(group_sizes.astype(jnp.int32)) + first_row
+    starts = jnp.concatenate([first_row.reshape(1), ends[:-1]])
+    return jnp.clip(starts, 0, m), jnp.clip(ends, 0, m)
 
 
 def _over_groups(

@@ -202,6 +202,30 @@ def test_agrees_with_lax(case: str, mode: str) -> None:
         close(got, np.asarray(x), "float32")
 
 
+HUGE = 2**31 - 1
+BACK = [[6, -2, 10, 4], [-3, 10, 10, 4], [30, -10, 2, 2], [20, HUGE, 5, 5]]
+BEYOND = [[HUGE, 1, 0, 0], [20, HUGE - 20, 0, 0], [10, 10, 6, -2], [-1] * 4]
+
+
+@pytest.mark.parametrize("kernel", [LOOP, TILED], ids=["loop", "tiled"])
+def test_sizes_that_count_no_rows(kernel: Any) -> None:
+    """A size below zero moves the next group back; a huge one takes the rows left."""
+    draw, shapes = np.random.default_rng(7), ((24, 3), (4, 3, 2), (24, 2))
+    lhs, rhs, up = (jnp.asarray(draw.normal(size=s), "f4") for s in shapes)
+    more = {"mode": "forward", "kernel": kernel}
+    own = jax.jit(lambda sizes: both(lhs, rhs, sizes, up, **more))
+
+    @jax.jit
+    def of_jax(sizes):
+        out, pull = jax.vjp(lambda a, b: lax.ragged_dot(a, b, sizes), lhs, rhs)
+        return out, *pull(up)
+
+    for sizes in BEYOND + (BACK if kernel is LOOP else []):
+        given = jnp.asarray(sizes, jnp.int32)
+        for got, want in zip(own(given), of_jax(given), strict=True):
+            close(got, np.asarray(want), "float32")
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kernel", [LOOP, TILED], ids=["loop", "tiled"])
 def test_nan_in_unused_rows(mode: str, kernel: Any) -> None:

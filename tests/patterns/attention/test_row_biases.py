@@ -119,3 +119,20 @@ def test_numbers_and_gradients(large: float) -> None:
             np.testing.assert_allclose(
                 np.asarray(a, np.float32), np.asarray(b, np.float32), atol=0.05
             )
+
+
+@pytest.mark.parametrize("name", ["added", "subtracted", "of a query", "by hand"])
+def test_a_row_that_is_infinite_is_nan(name: str) -> None:
+    """So are the gradients of its query, and of all keys and values of its head."""
+    low = -np.inf if name != "subtracted" else np.inf
+    bias = np.where(np.arange(T)[:, None] == 3, low, BIAS).astype("f4")
+    fast = rewriter.optimize(FOUND[name], implementation=FORCED)
+
+    def both(f: Any) -> Any:
+        out, back = jax.vjp(lambda q, k, v: f(bias, q, k, v), Q, K, V)
+        return out, *back(UP)
+
+    ways = [jax.jit(lambda f=f: both(f))() for f in (fast, FOUND[name])]
+    for got, want in zip(*ways, strict=True):
+        assert np.isnan(want).any()
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
