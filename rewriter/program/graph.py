@@ -374,15 +374,30 @@ class Graph:
         return outs
 
     def _cond(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
-        """Branches: where the choice is the same, one reads what it returned before."""
+        """Branches: where the choice is the same, one reads what it returned before.
+
+        A cond whose branches return the same values by the same choice, as in a
+        checkpoint's recomputation, has the results of the first one.
+        """
         choice, operands = self.one_number(ins[0]), ins[1:]
         for k, body in enumerate(eqn.params["branches"]):
             args = [self.in_branch.get((choice, k, v), v) for v in operands]
             self._child(scope, position, body, args, kind="cond", open_out=False)
         outs = self._opaque(scope, position, eqn, ins)
-        for k, child in enumerate(scope.children[position]):
-            for value, var in zip(outs, child.jaxpr.outvars, strict=True):
-                self.in_branch[choice, k, value] = self.read(child, var)
+        returned = [
+            [self.read(child, var) for var in child.jaxpr.outvars]
+            for child in scope.children[position]
+        ]
+        if outs and not eqn.effects:
+            each = zip(zip(*returned, strict=True), outs, strict=True)
+            same = tuple(
+                self._numbers.setdefault(("cond", choice, *arms), (out,))[0]
+                for arms, out in each
+            )
+            self.producer[outs[-1]][0].outs = outs = same
+        for k, values in enumerate(returned):
+            for value, arm in zip(outs, values, strict=True):
+                self.in_branch[choice, k, value] = arm
         return outs
 
     def _library_rule(self, eqn: Any) -> bool:
