@@ -101,7 +101,6 @@ class Cut:
             return first and known and (first, known)
         return None
 
-
     def _made_of(self, match: Match, leaves: Set[int]) -> set[int]:
         """Values of the region that depend on some leaves."""
         found, todo = set(leaves), list(leaves)

@@ -126,7 +126,8 @@ def _placed(regions: Regions, match: Match, scope: Scope, value: int) -> int | N
     inner, avals = match.inner - {match.value}, regions.graph.avals
     for node in regions.graph.users(value):
         same = node.prim in PLACING or _keeps_dtype(regions, node)
-        if not (same and inner.issuperset(node.outs)) or not _is_had(regions, scope, node.outs[0]):
+        placed = same and inner.issuperset(node.outs)
+        if not placed or not _is_had(regions, scope, node.outs[0]):
             continue
         if _jax.in_one_mesh(avals[node.outs[0]], avals[match.value]):
             return node.outs[0]
