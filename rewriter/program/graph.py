@@ -312,13 +312,14 @@ class Graph:
         first, backwards = n_consts + n_carry, bool(eqn.params["reverse"])
         how = length, backwards
         steps, mates = [], self._reads.written_by(ins[first:], self.node_of)
+        around = self._steps_around(scope)
         for value, var in zip(ins[first:], body.invars[first:], strict=True):
             known = self.per_step.get((value, length, not backwards))
             if known is not None:  # rather as the loop had it whose stacks are read
                 known = mates.get(value, known)
             elif scope.runs_again and not n_carry:  # as the loop had it that runs again
                 known = self._reads.first_run(ins[first:], how).get(value)
-            if known is None:
+            if known is None or known in around:  # a loop around is at another step
                 known = self._new(var.aval)
                 self.slice_of[known] = value
             self.per_step.setdefault((value, length, backwards), known)
@@ -342,6 +343,18 @@ class Graph:
             self.producer[outs[-1]][0].outs = outs = same
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
+
+    def _steps_around(self, scope: Scope) -> set[int]:
+        """What the loops around a body read step by step."""
+        found: set[int] = set()
+        while scope.parent is not None:
+            if scope.kind == "scan":
+                body = getattr(scope.jaxpr, "jaxpr", scope.jaxpr)
+                eqn = scope.parent.jaxpr.eqns[scope.call]
+                _, n_consts, n_carry, _ = _jax.scan_parts(eqn)
+                found.update(scope.env[v] for v in body.invars[n_consts + n_carry :])
+            scope = scope.parent
+        return found
 
     def _note_counter(self, body: Scope, at: int, k: int, first: int, length: Any):
         """Notes a carry to which each step adds the same number."""
