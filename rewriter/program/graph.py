@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter import _jax
+from rewriter.program.equal_conds import of_equal_cond
 from rewriter.program.equal_constants import Constants
 from rewriter.program.equal_loops import Loops
-from rewriter.program.step_reads import StepReads
+from rewriter.program.step_reads import StepReads, steps_around
 
 
 @dataclass(slots=True, eq=False)
@@ -312,7 +313,7 @@ class Graph:
         first, backwards = n_consts + n_carry, bool(eqn.params["reverse"])
         how = length, backwards
         steps, mates = [], self._reads.written_by(ins[first:], self.node_of)
-        around = self._steps_around(scope)
+        around = steps_around(scope)
         for value, var in zip(ins[first:], body.invars[first:], strict=True):
             known = self.per_step.get((value, length, not backwards))
             if known is not None:  # rather as the loop had it whose stacks are read
@@ -343,18 +344,6 @@ class Graph:
             self.producer[outs[-1]][0].outs = outs = same
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
-
-    def _steps_around(self, scope: Scope) -> set[int]:
-        """What the loops around a body read step by step."""
-        found: set[int] = set()
-        while scope.parent is not None:
-            if scope.kind == "scan":
-                body = getattr(scope.jaxpr, "jaxpr", scope.jaxpr)
-                eqn = scope.parent.jaxpr.eqns[scope.call]
-                _, n_consts, n_carry, _ = _jax.scan_parts(eqn)
-                found.update(scope.env[v] for v in body.invars[n_consts + n_carry :])
-            scope = scope.parent
-        return found
 
     def _note_counter(self, body: Scope, at: int, k: int, first: int, length: Any):
         """Notes a carry to which each step adds the same number."""
@@ -387,11 +376,7 @@ class Graph:
         return outs
 
     def _cond(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
-        """Branches: where the choice is the same, one reads what it returned before.
-
-        A cond whose branches return the same values by the same choice, as in a
-        checkpoint's recomputation, has the results of the first one.
-        """
+        """Branches: where the choice is the same, one reads what it returned before."""
         choice, operands = self.one_number(ins[0]), ins[1:]
         for k, body in enumerate(eqn.params["branches"]):
             args = [self.in_branch.get((choice, k, v), v) for v in operands]
@@ -402,11 +387,7 @@ class Graph:
             for child in scope.children[position]
         ]
         if outs and not eqn.effects:
-            each = zip(zip(*returned, strict=True), outs, strict=True)
-            same = tuple(
-                self._numbers.setdefault(("cond", choice, *arms), (out,))[0]
-                for arms, out in each
-            )
+            same = of_equal_cond(self._numbers, choice, returned, outs)
             self.producer[outs[-1]][0].outs = outs = same
         for k, values in enumerate(returned):
             for value, arm in zip(outs, values, strict=True):
