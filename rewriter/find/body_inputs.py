@@ -9,9 +9,9 @@ A number that chooses between masks, such as whether a layer is local, is often 
 several in an array. Then a body may ask for the array.
 
 A new input is no larger than the mask, or it is small, or it is an argument of the
-program, which is in memory anyway. It is made of integers, booleans, and floats of at
-most one axis, such as the slopes of heads. Or it is an array whose blocks, stacked by a
-loop, the body has: its gradient is then of the array.
+program, which is in memory anyway. It holds integers or booleans, or floats of at most
+two axes, such as the slopes of heads or a number for each key. Or it is an array whose
+blocks, stacked by a loop, the body has: its gradient is then of the array.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _made_of(graph: Graph, whole: int, over: Mapping[int, int]) -> tuple[int, ..
                 continue
             seen.add(i)
             queue.append(i)
-            found.append(i)
+            if not _is_inexact(graph, i) or len(graph.shape(i)) <= 2:
+                found.append(i)
         if len(seen) > MADE_OF:
             return ()
     return tuple(found)
