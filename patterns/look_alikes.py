@@ -5,7 +5,6 @@ A report asks for them only where nothing is found, and they change nothing.
 Bilinear unit     (x a) * (x b), without an activation.
 Two inputs        act(x a) * (y b), of which the factors read different arrays.
 Product inside    act((x a) * (x b)): a branch of its own goes through none.
-Other weights     sigmoid(q k) v or relu(q k) v: no softmax is taken.
 Linear attention  φ(q) (φ(k)ᵀ v) over a sum: no softmax is taken.
 Experts in a loop one after another, each for every token.
 """
@@ -93,60 +92,6 @@ def _users(graph: Graph, node: Node) -> list[Node]:
     return [user for out in node.outs for user in graph.users(out)]
 
 
-def _other_weights(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
-    """Values that are weighed by a function of each score alone."""
-    for node in nodes:
-        if node.prim != "dot_general" or not _is_batched(node):
-            continue
-        for value in node.ins:
-            name = _of_one_score(graph, value)
-            if name is not None:
-                text = f"{name} attention: each weight is the {name} of its own score, "
-                return node, text + "and no softmax is taken"
-    return None
-
-
-def _is_batched(node: Node) -> bool:
-    return bool(node.params["dimension_numbers"][1][0])
-
-
-WEIGHTS = {"logistic": "sigmoid", "max": "relu", "tanh": "tanh"}
-NUMBERS = frozenset({"mul", "div", "add", "sub", "select_n"})
-
-
-def _of_one_score(graph: Graph, value: int) -> str | None:
-    """The function of one score that weights are; None if they are something else."""
-    name = None
-    for _ in range(12):
-        node = graph.node_of(_source(graph, value))
-        if node is None or node.prim == "dot_general":
-            found = node is not None and _is_batched(node)
-            return name if found else None
-        if node.prim in WEIGHTS and name is None:
-            name = WEIGHTS[node.prim]
-        elif node.prim not in NUMBERS:
-            return None
-        inner = [i for i in node.ins if _depends_on_product(graph, i)]
-        if len(inner) != 1:
-            return None
-        value = inner[0]
-    return None
-
-
-def _depends_on_product(graph: Graph, value: int) -> bool:
-    """Whether a value is computed from a contraction, or in more than a few steps."""
-    queue, seen = [value], {value}
-    while queue:
-        node = graph.node_of(queue.pop(0))
-        if node is None:
-            continue
-        if node.prim == "dot_general" or len(seen) >= 16:
-            return True
-        queue += [i for i in node.ins if i not in seen]
-        seen.update(node.ins)
-    return False
-
-
 def _of_two_inputs(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
     for node in nodes:
         if node.prim != "mul":
@@ -226,7 +171,6 @@ def _experts_in_a_loop(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | No
 KINDS = (
     ("gated_linear_unit", _bilinear),
     ("gated_linear_unit", _of_two_inputs),
-    ("attention", _other_weights),
     ("attention", _linear_attention),
     ("ragged_dot", _experts_in_a_loop),
 )

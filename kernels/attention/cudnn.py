@@ -32,6 +32,7 @@ from rewriter.kernels.attention.estimate import (
     share,
     widened,
 )
+from rewriter.kernels.attention.memory import temporary
 from rewriter.kernels.attention.op import OP
 from rewriter.kernels.attention.reference import visible
 from rewriter.ops.device import Device, deterministic_xla
@@ -384,7 +385,7 @@ KERNEL = Kernel(
     forward=forward,
     backward=backward,
     limits=Limits(supports, deterministic=deterministic, supports_on=supports_on),
-    speed=Speed(profitable, estimate=estimate, modelled=modelled),
+    speed=Speed(profitable, estimate=estimate, modelled=modelled, temporary=temporary),
     traits=Traits(
         memory_bounded=True, saves_out=False, exportable=False, needs_devices=True
     ),

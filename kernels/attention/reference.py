@@ -77,7 +77,11 @@ def relative_position(t: int, s: int, offset: Array | None, shift: int) -> Array
 
 def _places(t: int, s: int) -> tuple[Array, Array]:
     """The numbers of queries and keys, [1, 1, t, 1] and [1, 1, 1, s]."""
-    return jnp.arange(t)[None, None, :, None], jnp.arange(s)[None, None, None, :]
+    dtype = jax.dtypes.canonicalize_dtype(int)
+    return (
+        jax.lax.broadcasted_iota(dtype, (1, 1, t, 1), 2),
+        jax.lax.broadcasted_iota(dtype, (1, 1, 1, s), 3),
+    )
 
 
 def _per_batch(x: Array | None) -> Array | None:
@@ -106,6 +110,7 @@ def reference(
     precision: str | None = None,
     wide: Any = None,
     computed: Callable[[Array], Array] | None = None,
+    weighed: Callable[[Array, Array | None], Array] | None = None,
     **hiding: Array | None,
 ) -> Array:
     """Returns softmax(scale q kᵀ + bias) v over the keys a query sees, [b, t, n, e].
@@ -129,6 +134,8 @@ def reference(
         wide: The dtype of scores and softmax: float32, or float64 as the inputs.
         computed: What the program computes of the scores before it adds the bias, if
             that is more than the above.
+        weighed: Makes weights of that and of the keys that are seen, in place of a
+            softmax.
         **hiding: The operands that hide keys, as in `visible`.
     """
     wide = wide or jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
@@ -136,13 +143,12 @@ def reference(
     scores = _scores(q, k, scale, scale_factor, softcap, precision, wide)
     if computed is not None:
         scores = computed(scores).astype(wide)
-    if bias is not None:
-        scores = scores + bias.astype(wide)
-    if alibi is not None:
-        relative = relative_position(t, s, offset, shift).astype(wide)
-        scores = scores + alibi.astype(wide)[:, None, None] * relative
+    scores = _biased(scores, bias, alibi, offset, shift)
     keep = visible(t, s, offset=offset, window=window, shift=shift, **hiding)
-    shares = _shares(scores, keep, sinks, empty_rows, unshifted)
+    if weighed is None:
+        shares = _shares(scores, keep, sinks, empty_rows, unshifted)
+    else:
+        shares = weighed(scores, keep)
     if dropout is not None:
         shares = shares * dropout.astype(wide)
     shares = shares.reshape(b, heads, n // heads, t, s)
@@ -171,6 +177,23 @@ def _scores(
     if scale_factor is not None:
         scores = scores * scale_factor.astype(wide)
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _biased(
+    scores: Array,
+    bias: Array | None,
+    alibi: Array | None,
+    offset: Array | None,
+    shift: int,
+) -> Array:
+    """Scores [b, n, t, s] with a bias, and with slopes times relative positions."""
+    t, s = scores.shape[2:]
+    if bias is not None:
+        scores = scores + bias.astype(scores.dtype)
+    if alibi is not None:
+        relative = relative_position(t, s, offset, shift).astype(scores.dtype)
+        scores = scores + alibi.astype(scores.dtype)[:, None, None] * relative
+    return scores
 
 
 def _shares(

@@ -1,8 +1,9 @@
 """The form of attention with a function of scores: what follows from attention.
 
 The products of queries and keys, times `scale`, go through the function, and the result
-is attended by. Small arrays that the function reads are operands: arrays that broadcast
-against the scores, and tables of which it reads one number for each score.
+is attended by: through a softmax, or as the weights themselves. Small arrays that the
+function reads are operands: arrays that broadcast against the scores, and tables of
+which it reads one number for each score.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.normalisation import divided
 from rewriter.ops.form import Form, special_form
 from rewriter.ops.op import Op, Operand, Sharding
+from rewriter.ops.score import NONE, SOFTMAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,6 +38,9 @@ TABLES = tuple(f"table_{i}" for i in range(4))
 OWN = frozenset({*ARRAYS, *TABLES})
 """The operands that attention itself does not have."""
 
+OWN_PARAMS = frozenset({"score", "normalisation", "divisor"})
+"""The parameters that attention itself does not have."""
+
 LEFT_OUT = frozenset({"alibi"})
 """Operands of attention that such a function has a part of its own for."""
 
@@ -54,13 +60,21 @@ def scored_form(op: Op, name: str, about: str) -> Op:
         sizes=_sizes,
         sharding=_sharding,
         sample=_sample,
-        defaults={**defaults, "score": None},
-    )
+        defaults={
+            **defaults, "score": None, "normalisation": SOFTMAX, "divisor": None,
+        },
+    )  # fmt: skip
     return special_form(op, name, about, form)
 
 
 def scored(
-    attend: Callable[..., Array], /, *, score: Score | None = None, **given: Any
+    attend: Callable[..., Array],
+    /,
+    *,
+    score: Score | None = None,
+    normalisation: str = SOFTMAX,
+    divisor: Score | None = None,
+    **given: Any,
 ) -> Array:
     """Returns attention by a function of its scores.
 
@@ -69,6 +83,10 @@ def scored(
     Args:
         attend: Computes attention, with a function of all scores as ``computed``.
         score: The function; None leaves the scores.
+        normalisation: How weights are made of its values: a name of
+            `rewriter.ops.score`.
+        divisor: The function of a query's sum of weights that divides, for ``"sum"``;
+            None for the sum itself.
         **given: The operands and parameters of attention, and those of the function.
 
     Returns:
@@ -84,6 +102,16 @@ def scored(
         columns = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, s), 3)
         return score(products, rows, columns, arrays)
 
+    def weighed(values: Array, keep: Array | None) -> Array:
+        values = values if keep is None else jnp.where(keep, values, 0)
+        if normalisation == NONE:
+            return values
+        rows = jax.lax.broadcasted_iota(jnp.int32, (1, 1, values.shape[2], 1), 2)
+        total = values.sum(-1, keepdims=True)
+        return values / divided(total, rows, divisor, arrays)
+
+    if normalisation != SOFTMAX:
+        return attend(**given, computed=computed, weighed=weighed)
     return attend(**given, computed=computed)
 
 
@@ -94,7 +122,7 @@ def as_attention(spec: Spec) -> Spec:
         op="attention",
         shapes=tuple(_of_attention(dict(spec.shapes)).items()),
         dtypes=tuple(_of_attention(dict(spec.dtypes)).items()),
-        params=tuple((n, x) for n, x in spec.params if n != "score"),
+        params=tuple((n, x) for n, x in spec.params if n not in OWN_PARAMS),
     )
 
 

@@ -61,13 +61,7 @@ def reference(
         return _reduced(y, labels, start, used, label_smoothing > 0)
     if used:
         y = jnp.where(jnp.arange(y.shape[-1], dtype=jnp.int32) < used, y, fill)
-    top = lax.stop_gradient(y.max(-1, keepdims=True))
-    lse = top + jnp.log(jnp.exp(y - top).sum(-1, keepdims=True))
-    chosen = pick(y - lse if of_log_probabilities else y, labels, outside)
-    lse = lse[..., 0]
-    own = -chosen if of_log_probabilities else lse - chosen
-    if whole_slopes:
-        own = _by_rule(y, lse, labels)
+    own, lse = _of_labels(y, labels, outside, of_log_probabilities, whole_slopes)
     out = own
     if label_smoothing:
         alike = lse - y.mean(-1)
@@ -75,6 +69,23 @@ def reference(
     if z_loss:
         out = out + z_loss * lse * lse
     return out.astype(out_dtype or out.dtype)
+
+
+def _of_labels(
+    y: jax.Array,
+    labels: jax.Array,
+    outside: str,
+    of_log_probabilities: bool,
+    whole_slopes: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of each row's label alone, and each row's log-sum-exp."""
+    top = lax.stop_gradient(y.max(-1, keepdims=True))
+    lse = top + jnp.log(jnp.exp(y - top).sum(-1, keepdims=True))
+    chosen = pick(y - lse if of_log_probabilities else y, labels, outside)
+    lse = lse[..., 0]
+    if whole_slopes:
+        return _by_rule(y, lse, labels), lse
+    return -chosen if of_log_probabilities else lse - chosen, lse
 
 
 def _reduced(

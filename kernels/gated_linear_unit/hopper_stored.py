@@ -29,7 +29,7 @@ from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.kernels.shared.rounding import InFloat32, in_float32
-from rewriter.ops.kernel import Space, Speed
+from rewriter.ops.kernel import Speed
 from rewriter.ops.stored import usual_steps
 from rewriter.ops.widening import JOINS, all_columns
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -37,7 +37,7 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.ops.device import Device
+    from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.ops.kernel import Spec
 
 NAME = STORED.name
@@ -149,24 +149,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("measure", "not measured: chosen only by name")
 
 
-def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the default config, that of a ragged dot."""
-    return ragged_dot.default(part_of(spec), device)
-
-
-def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns configs worth measuring, most promising first."""
-    made = ragged_dot.configs(part_of(spec), device)
-    return [config for config in made if fits(config, spec, device).ok]
-
-
-def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
-    """Returns whether tiles can run: as for a product, and both branches alike."""
-    found = [ragged_dot.fits(config, part_of(spec), device)]
-    if config.columns % (2 * STEP):
-        text = f"{config.columns} columns a warpgroup, not a multiple of {2 * STEP}"
-        found.append(no("block_n", text))
-    return all_of(YES, *found)
+SPACE = gated_tiles.of_product(ragged_dot.SPACE, part_of)
 
 
 def forward(
@@ -201,7 +184,6 @@ def forward(
         **joining: How `combine` joins the branches.
     """
     from rewriter.kernels.ragged.dot.hopper import narrow
-    from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
     del precision
@@ -211,30 +193,11 @@ def forward(
     steps = [(s, names.index(v) if v in names else v) for s, v in how.within.steps]
     f = w_gate.shape[1] // (1 if halves is None else 2)
 
-    def branch(
-        matrix: Array, first: int, scale: Any, zero: Any, bias: Array | None
-    ) -> Branch:
-        arrays = {"scale": scale, "zero": zero}
-        within = [
-            all_columns(arrays[name], own, matrix.shape[1])[:, first : first + f]
-            for name, own in how.within.dtypes
-        ]
-        behind = None
-        if how.behind:
-            behind = all_columns(scale, "float32", matrix.shape[1])
-            behind = behind[:, first : first + f]
-        return Branch(
-            matrix[None], first,
-            bias=None if bias is None else bias.astype(jnp.float32),
-            scale=behind,
-            within=tuple(within),
-        )  # fmt: skip
-
     gate = w_gate, w_gate_scale, w_gate_zero
     up = gate if w_up is None else (w_up, w_up_scale, w_up_zero)
     firsts = {None: (0, 0), "gate_up": (0, f), "up_gate": (f, 0)}[halves]
     branches = [
-        branch(own[0], first, *own[1:], bias)
+        _branch(how, f, first, *own, bias)
         for own, first, bias in zip((gate, up), firsts, (b_gate, b_up), strict=True)
     ]
     joining |= {"slopes": (), "slopes_up": ()}  # of derivatives
@@ -249,11 +212,36 @@ def forward(
     return (out, ()) if residuals else out
 
 
+def _branch(
+    how: Steps, f: int, first: int, matrix: Array, scale: Any, zero: Any, bias: Any
+) -> Branch:
+    """A branch of f columns of a matrix, with what is joined to its numbers and sums.
+
+    Args:
+        how: Its steps.
+        f: Its columns.
+        first: The first of them in the matrix.
+        matrix: [k, n].
+        scale: The scales, [groups, n | 1], or None.
+        zero: Zero points, likewise.
+        bias: [f], or None.
+    """
+    from rewriter.kernels.ragged.dot.hopper.branches import Branch
+
+    arrays, own = {"scale": scale, "zero": zero}, slice(first, first + f)
+    columns = lambda x, dtype: all_columns(x, dtype, matrix.shape[1])[:, own]
+    within = tuple(columns(arrays[name], dtype) for name, dtype in how.within.dtypes)
+    behind = columns(scale, "float32") if how.behind else None
+    matrix = matrix[None]
+    bias = None if bias is None else bias.astype(jnp.float32)
+    return Branch(matrix, first, bias, behind, within)
+
+
 backward = stored.backward
 """The cotangent of x by XLA, block by block."""
 
 
 KERNEL = HOPPER.kernel(
     NAME, forward, backward, supports, Speed(profitable),
-    Space(Tiles, default, configs, fits), stored.KERNEL.backward_space,
+    SPACE, stored.KERNEL.backward_space,
 )  # fmt: skip

@@ -25,9 +25,8 @@ from rewriter.kernels.shared.columns import Block
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.kernels.shared.products import unturned
 from rewriter.ops.activations import ACTIVATIONS
-from rewriter.ops.device import Device
-from rewriter.ops.kernel import Space, Spec, Speed
-from rewriter.support.verdict import YES, Verdict, no
+from rewriter.ops.kernel import Spec, Speed
+from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
@@ -39,33 +38,21 @@ MOST = 1 << 19
 """The most numbers of a block of one matrix, unless it has 64 columns."""
 
 
-def default(spec: Spec, device: Device) -> Block:
-    """Returns 256 columns, or fewer if many numbers would be widened at once."""
-    del device
-    return columns.default_block(spec.shape("x")[-1], MOST)
-
-
-def configs(spec: Spec, device: Device) -> list[Block]:
-    """Returns blocks worth measuring, of fewer columns than there are."""
-    sizes = (64, 128, 256, 1024)
-    return columns.other_blocks(default(spec, device), columns_of(spec), sizes)
-
-
 def columns_of(spec: Spec) -> int:
     """Returns the columns of a branch."""
     f = spec.shape("w_gate")[1]
     return f if spec.param("halves") is None else f // 2
 
 
+SPACE = columns.space(MOST, columns_of, (64, 128, 256, 1024))
+
+
 def supports(spec: Spec) -> Verdict:
     """Takes rows of floats, matrices of known sizes and a known activation."""
-    if not jnp.issubdtype(spec.dtype("x"), jnp.floating):
-        return no("dtype", f"x is {spec.dtype('x')}, not a float")
-    if any(not isinstance(d, int) for d in spec.shape("w_gate")):
-        return no("symbolic", "sizes of matrices must be known, but some are not")
+    found = [columns.takes(spec, "w_gate")]
     if spec.param("activation") not in ACTIVATIONS:
-        return no("activation", f"{spec.param('activation')} is not known")
-    return YES
+        found.append(no("activation", f"{spec.param('activation')} is not known"))
+    return all_of(*found)
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -222,5 +209,5 @@ class _Use:
 
 KERNEL = XLA.kernel(
     STORED.name, forward, backward, supports,
-    Speed(profitable), Space(Block, default, configs),
+    Speed(profitable), SPACE,
 )  # fmt: skip

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
 from rewriter.kernels.quantized_dot.op import PACKED
 from rewriter.kernels.quantized_dot.packed_form import computed
 from rewriter.kernels.quantized_dot.reference import computed as of_numbers
@@ -17,10 +15,9 @@ from rewriter.kernels.shared import columns
 from rewriter.kernels.shared.columns import Block
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.kernels.shared.products import unturned
-from rewriter.ops.device import Device
-from rewriter.ops.kernel import Space, Spec, Speed
+from rewriter.ops.kernel import Spec, Speed
 from rewriter.ops.packing import Packing, packing_of
-from rewriter.support.verdict import YES, Verdict, all_of, no
+from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
@@ -28,18 +25,6 @@ if TYPE_CHECKING:
 
 MOST = 1 << 20
 """The most numbers of a block, unless it has 64 columns."""
-
-
-def default(spec: Spec, device: Device) -> Block:
-    """Returns 256 columns, or fewer if many numbers would be widened at once."""
-    del device
-    return columns.default_block(spec.shape("x")[-1], MOST)
-
-
-def configs(spec: Spec, device: Device) -> list[Block]:
-    """Returns blocks worth measuring, of fewer columns than there are."""
-    sizes = (64, 256, 1024)
-    return columns.other_blocks(default(spec, device), _columns(spec), sizes)
 
 
 def _packing(spec: Spec) -> Packing:
@@ -53,19 +38,17 @@ def _columns(spec: Spec) -> int:
     return 2 * n if packing.axis == "n" else n
 
 
+SPACE = columns.space(MOST, _columns, (64, 256, 1024))
+
+
 def supports(spec: Spec) -> Verdict:
     """Takes rows of floats, and a matrix of known sizes."""
-    found = []
-    if not jnp.issubdtype(spec.dtype("x"), jnp.floating):
-        found.append(no("dtype", f"x is {spec.dtype('x')}, not a float"))
-    if any(not isinstance(d, int) for d in spec.shape("w")):
-        text = "sizes of the matrix must be known, but some are not"
-        found.append(no("symbolic", text))
+    found = [columns.takes(spec, "w")]
     packing = _packing(spec)
     if packing.axis == "n" and packing.order == "halves":
         text = "two columns in a byte lie half of the columns apart"
         found.append(no("packing", text))
-    return all_of(YES, *found)
+    return all_of(*found)
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -109,5 +92,5 @@ def forward(
 
 KERNEL = XLA.kernel(
     PACKED.name, forward, None, supports, Speed(profitable),
-    Space(Block, default, configs), saves_out=False,
+    SPACE, saves_out=False,
 )  # fmt: skip

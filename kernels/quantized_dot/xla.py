@@ -19,29 +19,19 @@ from rewriter.kernels.shared import columns
 from rewriter.kernels.shared.columns import Block
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.kernels.shared.products import unturned
-from rewriter.ops.device import Device
-from rewriter.ops.kernel import Space, Spec, Speed
+from rewriter.ops.kernel import Spec, Speed
 from rewriter.ops.stored import FEW_BITS
-from rewriter.support.verdict import YES, Verdict, no
+from rewriter.support.verdict import Verdict, no
 
 MOST = 1 << 20
 """The most numbers of a block, unless it has 64 columns."""
 
 
-def default(spec: Spec, device: Device) -> Block:
-    """Returns 256 columns, or fewer if more than a Mi numbers would be widened."""
-    del device
-    return columns.default_block(spec.shape("x")[-1], MOST)
-
-
-def configs(spec: Spec, device: Device) -> list[Block]:
-    """Returns blocks worth measuring, of fewer columns than there are."""
-    sizes = (64, 256, 1024, 4096)
-    return columns.other_blocks(default(spec, device), _columns(spec), sizes)
-
-
 def _columns(spec: Spec) -> int:
     return spec.shape("w")[0 if spec.param("mode") == "transposed" else 1]
+
+
+SPACE = columns.space(MOST, _columns, (64, 256, 1024, 4096))
 
 
 def supports(spec: Spec) -> Verdict:
@@ -49,11 +39,7 @@ def supports(spec: Spec) -> Verdict:
     if (kind := spec.dtype("x")) in FEW_BITS:
         name = "int8_dot" if jnp.issubdtype(kind, jnp.integer) else "fp8_dot"
         return no(name, f"{name}: XLA multiplies {kind} by {spec.dtype('w')} itself")
-    if not jnp.issubdtype(spec.dtype("x"), jnp.floating):
-        return no("dtype", f"x is {spec.dtype('x')}, not a float")
-    if any(not isinstance(d, int) for d in spec.shape("w")):
-        return no("symbolic", "sizes of the matrix must be known, but some are not")
-    return YES
+    return columns.takes(spec, "w")
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -135,5 +121,5 @@ def _part(use: Use, first: Any, size: int) -> Use:
 
 KERNEL = XLA.kernel(
     "quantized_dot", forward, backward, supports,
-    Speed(profitable, estimate=estimate), Space(Block, default, configs),
+    Speed(profitable, estimate=estimate), SPACE,
 )  # fmt: skip

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.shared.loops import fori_loop, scan
+from rewriter.ops.kernel import Space
 from rewriter.support.verdict import YES, Verdict, no
 
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
 
@@ -57,6 +59,35 @@ def default_block(k: Any, most: int) -> Block:
 def other_blocks(own: Block, columns: int, sizes: tuple[int, ...]) -> list[Block]:
     """Returns blocks worth measuring: of fewer columns than a matrix has."""
     return [Block(size) for size in sizes if size < columns and size != own.columns]
+
+
+def space(most: int, columns: Callable[[Spec], int], sizes: tuple[int, ...]) -> Space:
+    """Returns the configs of a kernel whose rows are ``x``.
+
+    Args:
+        most: As for `default_block`.
+        columns: Gives the columns of a use's matrix.
+        sizes: Columns of the blocks that are worth measuring.
+    """
+
+    def default(spec: Spec, device: Device) -> Block:
+        del device
+        return default_block(spec.shape("x")[-1], most)
+
+    def configs(spec: Spec, device: Device) -> list[Block]:
+        return other_blocks(default(spec, device), columns(spec), sizes)
+
+    return Space(Block, default, configs)
+
+
+# ------------------------------------------------------------------ where it runs
+def takes(spec: Spec, matrix: str) -> Verdict:
+    """Returns whether the rows ``x`` are floats, and a matrix's sizes are known."""
+    if not jnp.issubdtype(spec.dtype("x"), jnp.floating):
+        return no("dtype", f"x is {spec.dtype('x')}, not a float")
+    if any(not isinstance(d, int) for d in spec.shape(matrix)):
+        return no("symbolic", f"sizes of {matrix} must be known, but some are not")
+    return YES
 
 
 # ------------------------------------------------------------------ where it pays

@@ -45,6 +45,30 @@ def space(rows: Callable[[Spec], int]) -> Space:
     )
 
 
+def of_product(product: Space, part_of: Callable[[Spec], Spec]) -> Space:
+    """Returns the configs of a unit that are those of a product, where they fit.
+
+    Args:
+        product: The configs of the product.
+        part_of: Gives a branch of a use as a use of the product.
+    """
+
+    def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
+        assert product.fits is not None
+        return both_alike(config, product.fits(config, part_of(spec), device))
+
+    def configs(spec: Spec, device: Device) -> list[Tiles]:
+        made = product.configs(part_of(spec), device)
+        return [config for config in made if fits(config, spec, device).ok]
+
+    return Space(
+        product.config,
+        lambda spec, device: product.default(part_of(spec), device),
+        configs,
+        fits,
+    )
+
+
 def default(rows: int) -> Tiles:
     """Returns the default config, by rows of a group.
 
@@ -66,8 +90,12 @@ def configs(rows: int) -> list[Tiles]:
 
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether tiles can run: as for a product, and both branches alike."""
-    found = [fits_product(config, spec, device)]
-    if config.columns % (2 * STEP):
-        text = f"{config.columns} columns a warpgroup, not a multiple of {2 * STEP}"
-        found.append(no("block_n", text))
-    return all_of(YES, *found)
+    return both_alike(config, fits_product(config, spec, device))
+
+
+def both_alike(config: Tiles, product: Verdict) -> Verdict:
+    """Returns whether tiles that fit a product have whole steps of both branches."""
+    if config.columns % (2 * STEP) == 0:
+        return product
+    text = f"{config.columns} columns a warpgroup, not a multiple of {2 * STEP}"
+    return all_of(product, no("block_n", text))

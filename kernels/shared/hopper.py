@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from rewriter.support.verdict import YES, Verdict, no
 
@@ -65,3 +66,13 @@ def processors(device: Device) -> int:
     """
     words = device.kind.split()
     return next((n for name, n in FEWER.items() if name in words), PROCESSORS)
+
+
+def with_stages(config: Any, spec: Spec) -> Any:
+    """Returns a config, of whichever kernel, with as many of its stages as fit."""
+    for stages in range(config.stages, 0, -1):
+        made = replace(config, stages=stages)
+        fit = made.shared_memory(spec) <= SHARED_MEMORY
+        if stages % config.turns == 0 and fit:
+            return made
+    return replace(config, stages=config.turns)

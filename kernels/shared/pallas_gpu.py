@@ -318,12 +318,35 @@ def add_product_of_rows(total: Array, left: Any, right: Any) -> Array:
     return _added(total, left, right, turned)
 
 
-def _added(total: Array, left: Any, right: Any, turned: Callable[[Any], Any]) -> Array:
+def add_product_of_panels(
+    total: Array, left: Any, right: Any, turned: bool, begins: bool
+) -> Array:
+    """Returns ``total + left @ right``, with right in panels as wide as its tiles.
+
+    Like `add_product`, except for the operands.
+
+    Args:
+        total: float32 [64 a, columns], in registers.
+        left: [64 a, rows] of 16 bits, in registers or in shared memory.
+        right: Shared memory [panels, rows, columns of a panel].
+        turned: Whether `left` is [rows, 64 a] in memory.
+        begins: Whether `total` was computed otherwise than by such a product.
+    """
+    width = 2 * right.shape[2]
+    turn = lambda left: mgpu.memref_transpose(left, (1, 0, 3, 2)) if turned else left
+    return _added(total, left, right, turn, width, begins)
+
+
+def _added(
+    total: Array, left: Any, right: Any, turned: Callable[[Any], Any],
+    width: int = SWIZZLE, begins: bool = False,
+) -> Array:  # fmt: skip
     """Emits a product, with the first operand reordered to [rows, columns] of tiles."""
-    given = plgpu.RefType(transforms(left.dtype))
+    given = plgpu.RefType(transforms(right.dtype, swizzle=width))
+    in_memory = not isinstance(left, jax.Array)
 
     @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR, given, given),
+        arg_types=(ACCUMULATOR, given if in_memory else ACCUMULATOR, given),
         return_type=plgpu.ShapeDtypeStruct(
             total.shape, jnp.float32, layout=ACCUMULATOR
         ),
@@ -334,8 +357,8 @@ def _added(total: Array, left: Any, right: Any, turned: Callable[[Any], Any]) ->
         # [chunks, rows / 8, 1, 8, 64] → [rows / 8, chunks, 8, 64]
         right = mgpu.memref_slice(right, (every, every, 0))
         right = mgpu.memref_transpose(right, (1, 0, 2, 3))
-        before = mgpu.WGMMAAccumulator.from_registers(total, sync=False)
-        after = mgpu.wgmma(before, turned(left), right, swizzle=SWIZZLE)
+        before = mgpu.WGMMAAccumulator.from_registers(total, sync=begins)
+        after = mgpu.wgmma(before, turned(left), right, swizzle=width)
         text = "wgmma.commit_group.sync.aligned;"
         void = ir.Type.parse("!llvm.void")
         llvm.inline_asm(void, [], text, "", has_side_effects=True)

@@ -46,6 +46,7 @@ from rewriter.ops.score import (
     primitive_step,
 )
 from rewriter.patterns.attention.axes import Axes
+from rewriter.patterns.attention.score_place import in_other_layout
 from rewriter.patterns.attention.score_results import score_results
 from rewriter.program.graph import Node
 
@@ -157,7 +158,8 @@ class ScoreReader:
                 return self._computed(value, args)
             except (Unread, OverBudget):
                 self._forget(*before)
-        return self._array(value, args)
+        source = in_other_layout(self.ev, value, args)
+        return self._array(value, args) if source is None else self.read(*source)
 
     def _forget(self, count: int, operands: dict[str, Operand], dense: bool) -> None:
         """Takes back what was read in vain."""

@@ -1,8 +1,11 @@
-"""Finds where a function of scores reads the products: at one place for each result."""
+"""Finds where a function of scores reads: products at one place, arrays as they lie."""
 
 from __future__ import annotations
 
-from rewriter.algebra.normal_form import Index
+import math
+
+from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES
+from rewriter.algebra.normal_form import Index, OverBudget
 from rewriter.find.finder import RegionEvaluator
 from rewriter.find.reading import Refused
 from rewriter.ops.score import ELEMENTWISE, NAMED
@@ -62,3 +65,31 @@ def product_place(
     if len(found) != 1:
         raise Refused("scores", "scores of other queries or keys are read", score=0.6)
     return found.pop()
+
+
+def in_other_layout(
+    ev: RegionEvaluator, value: int, args: Args
+) -> tuple[int, Args] | None:
+    """Returns the array that a value is in another layout, where it is at hand.
+
+    One array may be broadcast several times, and has one gradient.
+
+    Args:
+        ev: What evaluates the region.
+        value: The value.
+        args: Its index arguments.
+
+    Returns:
+        ``(array, arguments)``, or None if there is none that is not larger.
+    """
+    node = ev.g.node_of(value)
+    if node is None or node.prim not in LAYOUT_PRIMITIVES:
+        return None
+    try:
+        source, at = ev.moved(node, value, args) or (None, ())
+    except OverBudget:
+        return None
+    if source is None or not ev.at_hand(source):
+        return None
+    larger = math.prod(ev.g.shape(source)) > math.prod(ev.g.shape(value))
+    return None if larger else (source, at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from rewriter.algebra.normal_form import TRUE, Index, Poly
+from rewriter.algebra.normal_form import TRUE, Algebra, Index, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import (
     Operand,
@@ -17,7 +17,7 @@ from rewriter.find.reading import (
     split_digits,
 )
 from rewriter.patterns.attention.assembly import assembled
-from rewriter.patterns.attention.axes import name_axes
+from rewriter.patterns.attention.axes import Axes, name_axes
 from rewriter.patterns.attention.score_of import Function, ScoreReader
 from rewriter.patterns.attention.score_place import product_place
 from rewriter.patterns.attention.softmax import (
@@ -62,12 +62,14 @@ class Region:
     weighed: tuple[Node, int]
     how: str
 
-    def reading(self, known: bool) -> Reading:
+    def reading(self, known: bool, larger: int = 0) -> Reading:
         """Returns the reading.
 
         Args:
             known: Whether the result is attention with a bias. Then only a function
                 that needs no array of all queries and keys is worth more.
+            larger: The size of that bias if it is a sum of smaller arrays, else 0. Any
+                function that reads these is worth more.
 
         Raises:
             Refused: If the region is no softmax of a function of products.
@@ -81,12 +83,17 @@ class Region:
         form, args = split_digits(alg, form, args)
         ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
         softmax, leaf = self._softmax(ev, form, args)
-        function, softmax = self._function(softmax, alg.defs[leaf][2])
+        function, softmax, _ = with_function(
+            softmax, self.scored, alg.defs[leaf][2], self.product
+        )
         if known and function.asked:
             text = "the gradient of a table is asked for, which its bias has at once"
             raise Refused("bias", text, score=0.1)
-        if known and (function.dense or not function.places):
+        if known and not larger and (function.dense or not function.places):
             text = "its bias is an array of the program, which attention takes as it is"
+            raise Refused("bias", text, score=0.1)
+        if larger and any(_size(alg, x) >= larger for x in function.operands.values()):
+            text = "the arrays that its bias is a sum of are not at hand"
             raise Refused("bias", text, score=0.1)
         self._require_one_meaning(softmax, function)
         general = assembled(softmax)
@@ -156,36 +163,6 @@ class Region:
             some=None,
         )
         return softmax, leaf
-
-    def _function(
-        self, softmax: Softmax, args: tuple[Index, ...]
-    ) -> tuple[Function, Softmax]:
-        """The function of scores, and the softmax with its contraction."""
-        find, ev = self.find, softmax.ev
-        product = self.product.outs[0]
-        core = find.below(frozenset((product,)), self.scored)
-        at = product_place(ev, self.scored, args, product, core)
-        sides = find.layout_leaves(ev, *self.product.ins[:2])
-        softmax = dataclasses.replace(
-            softmax, qk=(self._contraction(softmax, product, at, sides),)
-        )
-        axes = name_axes(softmax)
-        reader = ScoreReader(ev, axes, product, at, core)
-        return reader.function(self.scored, args), softmax
-
-    def _contraction(
-        self, softmax: Softmax, product: int, at: tuple[Index, ...], sides: set[int]
-    ) -> Scores:
-        """The contraction of queries with keys."""
-        form = softmax.ev.poly(product, at)
-        if len(form) == 1:
-            ((flag, mono), c) = next(iter(form.items()))
-            keys = softmax.parts.s
-            if flag == TRUE:
-                found = contracted(softmax.alg, mono, float(c), sides, keys)
-                if found is not None and not found.softcap:
-                    return found
-        raise Refused("scores", "no product of queries and keys is read", score=0.4)
 
     def _require_one_meaning(self, softmax: Softmax, function: Function) -> None:
         """Refuses a row of nothing but -inf, where the program may give a number.
@@ -265,3 +242,52 @@ class Region:
             proof=proof,
             taken=Taken("score", function.results),
         )
+
+
+def _size(alg: Algebra, x: Operand) -> int:
+    """The numbers that an operand holds."""
+    return math.prod(alg.sizes[i] for i in alg.ids(x.parts[0][0]))
+
+
+def with_function(
+    softmax: Softmax, scored: int, args: tuple[Index, ...], product: Node
+) -> tuple[Function, Softmax, Axes]:
+    """Returns the function that a value is of products, and the op's axes.
+
+    Args:
+        softmax: What is read of the sum over keys, without the contraction of queries
+            with keys.
+        scored: The function's value.
+        args: Its index arguments in the sum.
+        product: That contraction.
+
+    Returns:
+        ``(function, softmax, axes)``: the softmax with its contraction.
+
+    Raises:
+        Refused: If the value is no such function.
+    """
+    find, ev, value = softmax.find, softmax.ev, product.outs[0]
+    core = find.below(frozenset((value,)), scored)
+    at = product_place(ev, scored, args, value, core)
+    sides = find.layout_leaves(ev, *product.ins[:2])
+    contraction = _contraction(softmax, value, at, sides)
+    softmax = dataclasses.replace(softmax, qk=(contraction,))
+    axes = name_axes(softmax)
+    reader = ScoreReader(ev, axes, value, at, core)
+    return reader.function(scored, args), softmax, axes
+
+
+def _contraction(
+    softmax: Softmax, product: int, at: tuple[Index, ...], sides: set[int]
+) -> Scores:
+    """The contraction of queries with keys."""
+    form = softmax.ev.poly(product, at)
+    if len(form) == 1:
+        ((flag, mono), c) = next(iter(form.items()))
+        if flag == TRUE:
+            keys = softmax.parts.s
+            found = contracted(softmax.alg, mono, float(c), sides, keys)
+            if found is not None and not found.softcap:
+                return found
+    raise Refused("scores", "no product of queries and keys is read", score=0.4)

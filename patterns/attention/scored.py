@@ -11,7 +11,8 @@ Must hold  these equations compute each number from the contraction at its own p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
 from rewriter.algebra.canonicalize import (
     LAYOUT_PRIMITIVES,
@@ -20,7 +21,7 @@ from rewriter.algebra.canonicalize import (
     is_local,
     is_lossless,
 )
-from rewriter.algebra.normal_form import OverBudget
+from rewriter.algebra.normal_form import Algebra, OverBudget
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
@@ -33,6 +34,8 @@ from rewriter.ops.score import ELEMENTWISE, NAMED
 from rewriter.patterns.attention.assembly import NAME as GENERAL
 from rewriter.patterns.attention.read import ANCHORS, DOT, later_forms
 from rewriter.patterns.attention.score_region import NAME, Region
+from rewriter.patterns.attention.weighed import STEPS as WEIGHED
+from rewriter.patterns.attention.weighed import propose_weighed
 from rewriter.program.graph import Node
 
 FILLS = 1e3
@@ -65,7 +68,10 @@ BETWEEN = LOCAL | ELEMENTWISE | NAMED.keys()
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """Readings of the softmax around an exponential."""
+    """Readings of the softmax around an exponential, or of another weighed sum."""
+    if anchor.prim in DOT:
+        yield from propose_weighed(find, anchor)
+        return
     products = _products(find, anchor.ins[0])
     if not products or find.known_empty(NAME, anchor):
         return
@@ -157,15 +163,17 @@ def _around(
         for scored in candidates:
             for value in later_forms(find, pv):
                 known = find.found.get((GENERAL, value))
+                larger = _size_of_a_sum(find, known) if known else 0
                 if known and not (
-                    _has_bias_of_pairs(known) and _adds_of_places(find, scored, product)
+                    _has_bias_of_pairs(known)
+                    and (larger or _adds_of_places(find, scored, product))
                 ):
                     return
                 for how in ("full", "soft"):
                     given = (scored, candidates[-1])
                     region = Region(find, value, *given, product, (pv, side), how)
                     try:
-                        yield region.reading(known is not None)
+                        yield region.reading(known is not None, larger)
                     except Refused as refusal:
                         if miss is None or refusal.score > miss.score:
                             miss = refusal.with_traceback(None)
@@ -189,6 +197,52 @@ def _has_bias_of_pairs(reading: Reading) -> bool:
     ((form, groups),) = bias.parts
     ids = reading.algebra.ids(form)
     return all(ids.intersection(axis) for axis in groups[2:])
+
+
+def _size_of_a_sum(find: Finder, reading: Reading) -> int:
+    """The size of a bias that is a sum of smaller arrays; 0 if it is none.
+
+    In triangle attention one differs by row and key, and one by head, query and key.
+    A function of scores reads each of them as it is.
+    """
+    bias, alg = reading.operands.get("bias"), reading.algebra
+    if bias is None:
+        return 0
+    ((form, _),) = bias.parts
+    whole = _count(alg, alg.ids(form))
+    terms = [_count(alg, alg.term_ids(flag, mono)) for flag, mono in form]
+    if len(form) > 1 and max(terms) < whole:
+        return whole
+    leaves = (alg.defs[a][1] for a in alg.poly_leaves(form))
+    if any(_is_outer_sum(find, v) for v in leaves if isinstance(v, int)):
+        return whole
+    return 0
+
+
+def _count(alg: Algebra, ids: Iterable[int]) -> int:
+    return math.prod(alg.sizes[i] for i in ids)
+
+
+def _is_outer_sum(find: Finder, value: int) -> bool:
+    """Whether a value is a sum of arrays that are each smaller."""
+    graph = find.graph
+    node = graph.node_of(value)
+    while node is not None and node.prim in LAYOUT_PRIMITIVES | TRANSPARENT:
+        value = node.ins[0]
+        node = graph.node_of(value)
+    if node is None or node.prim not in ("add", "sub"):
+        return False
+    size = math.prod(graph.shape(value))
+    return all(_size_below_layout(find, i) < size for i in node.ins)
+
+
+def _size_below_layout(find: Finder, value: int) -> int:
+    """The least number of numbers that a value holds in another layout."""
+    graph, size = find.graph, math.prod(find.graph.shape(value))
+    while (node := graph.node_of(value)) and node.prim in LAYOUT_PRIMITIVES:
+        value = node.ins[0]
+        size = min(size, math.prod(graph.shape(value)))
+    return size
 
 
 def _adds_of_places(find: Finder, scored: int, product: Node) -> bool:
@@ -314,6 +368,6 @@ def _unhidden(find: Finder, value: int, core: frozenset[int]) -> int | None:
     return inside[0]
 
 
-PATTERN = ReaderPattern(
-    NAME, ANCHORS, propose, (Step(DOT, BETWEEN), Step(ANCHORS), Step(DOT))
-)
+STEPS = (Step(DOT, BETWEEN), Step(ANCHORS), Step(DOT))
+
+PATTERN = ReaderPattern(NAME, ANCHORS | DOT, propose, STEPS, other_steps=WEIGHED)

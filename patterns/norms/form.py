@@ -99,7 +99,8 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
     _, bound, _, body = alg.defs[squares[0]]
     inner = alg.defs[body[0][0]][2]
     axes = [k for k, a in enumerate(inner) if alg.index_ids(a) & set(bound)]
-    for _, mono in form:
+    whole = all(alg.index_ids(inner[k]) <= set(bound) for k in axes)
+    for _, mono in form if whole else ():
         for a, e in mono:
             if alg.kind(a) == "leaf" and alg.defs[a][1] == x and e == 1:
                 at = alg.defs[a][2]

@@ -76,7 +76,8 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
         if readings:
             yield from readings
             return
-        miss = miss or refusal
+        if refusal is not None and (miss is None or refusal.score > miss.score):
+            miss = refusal
     if miss is not None and miss.code not in {*BOUNDED.values()} - {BOUNDED[op]}:
         find.missed(op, anchor, miss)
 

@@ -104,6 +104,9 @@ from rewriter._jax.jit import (
     jitted_function as jitted_function,
 )
 from rewriter._jax.jit import (
+    options_given as options_given,
+)
+from rewriter._jax.jit import (
     program_of as program_of,
 )
 from rewriter._jax.jit import (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +18,17 @@ from rewriter._jax.values import is_literal, is_staging, is_tracer
 
 
 def is_jitted(fn: Any) -> bool:
-    """Whether a callable came out of ``jax.jit``."""
-    return hasattr(fn, "_jit_info") and hasattr(fn, "trace")
+    """Whether a callable came out of ``jax.jit``.
+
+    Its attributes do not tell: a bound method has those of its function, and a user's
+    object may hand on those of what it wraps.
+    """
+    return isinstance(fn, _jitted_type())
+
+
+@functools.cache
+def _jitted_type() -> type:
+    return type(jax.jit(lambda: None))
 
 
 def jitted_function(jitted: Any) -> Any:
@@ -29,6 +40,37 @@ def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the static positions and names of a jitted function."""
     info = jitted._jit_info
     return tuple(info.static_argnums), tuple(info.static_argnames)
+
+
+def options_given(fn: Any) -> dict[str, Any]:
+    """Returns the options with which a function was jitted, if it was.
+
+    A bound method of a jitted function has options for the arguments after the first.
+    """
+    if is_jitted(fn):
+        return jit_options(fn)
+    if isinstance(fn, types.MethodType) and is_jitted(fn.__func__):
+        return _after_the_first(fn.__func__)
+    return {}
+
+
+def _after_the_first(jitted: Any) -> dict[str, Any]:
+    """The options of a jitted function for its arguments but the first."""
+    options = jit_options(jitted)
+    names = list(inspect.signature(jitted).parameters)
+    first = {0, -len(names)}
+    if first.isdisjoint(static_arguments(jitted)[0]):  # others have shardings
+        shardings = options.get("in_shardings")
+        if isinstance(shardings, tuple):
+            options["in_shardings"] = shardings[1:]
+    for name in ("static_argnums", "donate_argnums"):
+        if name in options:
+            rest = (k for k in options[name] if k not in first)
+            options[name] = tuple(k - 1 if k > 0 else k for k in rest)
+    for name in ("static_argnames", "donate_argnames"):
+        if name in options:
+            options[name] = tuple(n for n in options[name] if n != names[0])
+    return options
 
 
 def jit_options(jitted: Any) -> dict[str, Any]:

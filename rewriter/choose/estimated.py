@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rewriter.choose.choice import AS_WRITTEN, Choice
 from rewriter.choose.usable import pays, reasons_of, usable
 from rewriter.config import Config
-from rewriter.measure.costs import UNKNOWN, modelled_costs
+from rewriter.measure.costs import UNKNOWN, Costs, modelled_costs
 from rewriter.measure.key import BOTH, FORWARD
 from rewriter.measure.measurement import time_text
 from rewriter.ops.device import Device
@@ -84,7 +84,7 @@ def fastest_estimated(
     ]  # fmt: skip
     costs = UNKNOWN
     if times and not spec.symbolic:
-        costs = modelled_costs(xla, against, passes)
+        costs = _costs(sized, passes, here, best if wins else XLA, (xla, against))
     return Choice(implementation, "estimated", tuple(refused), costs=costs)
 
 
@@ -107,6 +107,40 @@ def far_faster(
     }
     best = min(times, key=times.__getitem__, default=None)
     return best if best is not None and times[best] < margin * best_us else None
+
+
+def _costs(
+    spec: Spec,
+    passes: str,
+    kernels: Sequence[Kernel],
+    chosen: str,
+    times: tuple[float, float],
+) -> Costs:
+    """The modelled costs of a choice, as written and as chosen.
+
+    Args:
+        spec: The use.
+        passes: What runs.
+        kernels: Those that say what memory they take.
+        chosen: What is chosen.
+        times: Seconds as written and as chosen.
+    """
+    found: dict[str, float] = {}
+    for kernel in kernels:
+        if kernel.speed.temporary is not None:
+            found |= kernel.speed.temporary(spec, passes)
+    return modelled_costs(*times, passes, found.get(XLA), found.get(chosen))
+
+
+def estimated_us(
+    name: str, spec: Spec, kernels: Sequence[Kernel], device: Device, passes: str
+) -> float | None:
+    """Returns the estimate of a kernel, or of XLA, in microseconds; None without."""
+    if not (device.flops and device.bandwidth):
+        return None
+    models = (k.speed.estimate for k in kernels if name in (k.name, XLA))
+    model = next((x for x in models if x is not None), None)
+    return None if model is None else 1e6 * model(spec, device, passes)[name]
 
 
 def _margin(kernel: Kernel, spec: Spec, device: Device, passes: str) -> float:

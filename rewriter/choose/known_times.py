@@ -8,7 +8,7 @@ from typing import Any
 
 from rewriter.choose import choose_sum
 from rewriter.choose.choice import Choice
-from rewriter.choose.estimated import far_faster
+from rewriter.choose.estimated import estimated_us, far_faster
 from rewriter.choose.usable import only_deterministic, reasons_of, usable
 from rewriter.config import Config
 from rewriter.measure.costs import UNKNOWN, measured_costs
@@ -76,25 +76,29 @@ def fastest_known(
             for k in others
         ]
         here = [k for k in others if usable(k, spec, device, config).ok]
-        faster = far_faster(spec, here, device, passes, decision.best.median_us, longer)
+        exact = origin != NEAREST  # times of other shapes are not this site's
+        best = decision.best.implementation
+        took = decision.best.median_us
+        if not exact:
+            took = estimated_us(best.forward, spec, kernels, device, passes)
+        faster = far_faster(spec, here, device, passes, took, longer)
         if faster is not None:
             rest = [(n, why) for n, why in refused if n != faster.name]
-            slower = decision.best.implementation.name, _lost_to(decision, faster)
+            slower = best.name, _lost_to(took or 0.0, exact, faster)
             implementation = default_configs(spec, device, faster)
             return Choice(
                 implementation, "estimated", (slower, *_by_kernel(decision), *rest)
             )
-        exact = origin != NEAREST  # times of other shapes are not this site's
         costs = measured_costs(decision, found, passes) if exact else UNKNOWN
         lost = (*_by_kernel(decision), *refused)
         return Choice(implementation, origin, lost, costs=costs)
     return None
 
 
-def _lost_to(decision: Decision, faster: Kernel) -> str:
+def _lost_to(us: float, exact: bool, faster: Kernel) -> str:
     """Why the fastest that was measured loses to a kernel that was not."""
-    took = time_text(decision.best.median_us or 0.0)
-    return f"measured to take {took}, and {faster.name} is estimated to take less"
+    took = f"{'measured' if exact else 'estimated'} to take {time_text(us)}"
+    return f"{took}, and {faster.name} is estimated to take less"
 
 
 def _looking(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class ReaderPattern:
         anchors: Primitives at which a search begins.
         propose: Yields readings of the regions around an anchor.
         steps: The steps of a path through every site, in order; see `sieve`.
+        other_steps: Those of another path; a site has one of both.
         needs: Primitives that every program with a site has.
         either: If not empty, primitives; such a program has at least one of them.
         dtypes: If not empty, dtypes; such a program has an array of one of them.
@@ -88,6 +90,7 @@ class ReaderPattern:
     above: frozenset[str] = frozenset()
     of_rows: bool = False
     looks_above: bool = False
+    other_steps: tuple[Step, ...] = ()
 
     @property
     def op(self) -> Op:
@@ -226,16 +229,15 @@ def search(
 
 def _of_numbers(graph: Graph, node: Node) -> bool:
     """Whether an equation gives numbers, neither complex nor of 8 bits."""
-    for value in node.outs:
-        dtype = graph.dtype(value)
-        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2
-        if (
-            0 in graph.shape(value)
-            or narrow
-            or jnp.issubdtype(dtype, jnp.complexfloating)
-        ):
-            return False
-    return True
+    return all(
+        0 not in graph.shape(v) and _may_be_matched(graph.dtype(v)) for v in node.outs
+    )
+
+
+@functools.cache
+def _may_be_matched(dtype: Any) -> bool:
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2
+    return not narrow and not jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
@@ -41,10 +42,15 @@ class Memory:
     """What the search met: regions proved, values inside them, anchors of nothing."""
 
     def __init__(self, graph: Graph) -> None:
-        self.out = Escapes(graph)
+        self.graph = graph
         self.proved: dict[str, list[Proved]] = {}
         self.covered: dict[str, set[int]] = {}
         self.nothing: set[tuple[str, Node]] = set()
+
+    @functools.cached_property
+    def out(self) -> Escapes:
+        """Where results of bodies go; found when a region inside another is."""
+        return Escapes(self.graph)
 
     def is_empty(self, pattern: Any, anchor: Node) -> bool:
         """Whether regions equal to that of an anchor hold no site of a pattern."""

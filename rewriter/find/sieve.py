@@ -18,6 +18,9 @@ from typing import Any
 from rewriter import _jax
 from rewriter.algebra.canonicalize import LOCAL
 
+BATCHED = "batched dot_general"
+"""In steps: a contraction whose operands have more axes in common."""
+
 REPLAYED = _jax.CALLS | _jax.REMAT | _jax.CUSTOM
 
 
@@ -47,7 +50,7 @@ def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
         if p.needs <= names
         and not (p.either and p.either.isdisjoint(names))
         and not p.anchors.isdisjoint(names)
-        and not any(step.prims.isdisjoint(names) for step in p.steps)
+        and any(all(not x.prims.isdisjoint(names) for x in way) for way in _ways(p))
     ]
     if any(p.dtypes for p in named):
         have = dtypes(jaxpr)
@@ -60,9 +63,18 @@ def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
 def primitives(jaxpr: Any) -> set[str]:
     """The names of a program's primitives, at any depth."""
     found: set[Any] = set()
+    batched = False
     for body in _each_body(jaxpr):
         found |= {eqn.primitive for eqn in body.eqns}
-    return {p.name for p in found}
+        batched = batched or any(map(_is_batched, body.eqns))
+    return {p.name for p in found} | ({BATCHED} if batched else set())
+
+
+def _is_batched(eqn: Any) -> bool:
+    """Whether an equation is a contraction whose operands have more axes in common."""
+    return eqn.primitive.name == "dot_general" and bool(
+        eqn.params["dimension_numbers"][1][0]
+    )
 
 
 def dtypes(jaxpr: Any) -> set[Any]:
@@ -144,7 +156,8 @@ class _Sieve:
         self.origins = itertools.count()
         bit = 1
         for pattern in patterns:
-            bit = self._add(pattern.name, pattern.steps, bit)
+            for steps in _ways(pattern):
+                bit = self._add(pattern.name, steps, bit)
 
     def _add(self, name: str, steps: Sequence[Step], bit: int) -> int:
         first, before = bit, 0
@@ -195,6 +208,8 @@ class _Sieve:
             if not self.open:
                 return  # all patterns are possible already
             name = eqn.primitive.name
+            if _is_batched(eqn):
+                name = BATCHED
             rule = rules.get(name) or self._rule(name)
             taken = [t for a in eqn.invars if a.__class__ is variable and (t := get(a))]
             if rule.inner:
@@ -207,13 +222,16 @@ class _Sieve:
 
         A rounding that keeps all bits is a copy; checkpoints emit such roundings.
         """
-        as_if = "copy" if name == "reduce_precision" else name
-        self.rules[name] = _Rule(
-            self.starts.get(as_if, 0),
-            self.kept.get(as_if, 0),
-            tuple(self.moves.get(as_if, ())),
-            name in _jax.BODIES,
-        )
+        as_if = ["copy" if name == "reduce_precision" else name]
+        if name == BATCHED:
+            as_if.append("dot_general")
+        begun = kept = 0
+        moves: list[_Move] = []
+        for prim in as_if:
+            begun |= self.starts.get(prim, 0)
+            kept |= self.kept.get(prim, 0)
+            moves += self.moves.get(prim, ())
+        self.rules[name] = _Rule(begun, kept, tuple(moves), name in _jax.BODIES)
         return self.rules[name]
 
     def _step(
@@ -262,6 +280,12 @@ class _Sieve:
             outs = self.body(body, states)
             if replayed and len(outs) == len(eqn.outvars):
                 env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def _ways(pattern: Any) -> list[tuple[Step, ...]]:
+    """The paths through a pattern's sites."""
+    others = getattr(pattern, "other_steps", ())
+    return [pattern.steps, others] if others else [pattern.steps]
 
 
 def _mark(table: dict[str, int], prims: Iterable[str], bit: int) -> None:

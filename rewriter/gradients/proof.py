@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from rewriter.algebra.canonicalize import (
@@ -64,63 +65,85 @@ def proved_gradients(
         results: The results of the reading's parameter that are given, as of
             `results_here`; empty if they are computed.
     """
-    leaves = (v for _, v in match.leaves)
-    stops = frozenset(
-        [*leaves, *cancelled_reads(graph, match), cotangent, *results.values()]
-    )
-    by_value = factors is not None
-    stops |= factors or frozenset()
-    reached = below(graph, cotangent)
-    moving = linear(graph, reached, stops)
-    cones = _cones(graph, match, reached, stops, moving)
-    joined = shares(graph, reached, moving, stops)
-    if not cones and joined is None:
+    found = _candidates(graph, match, cotangent, factors, results)
+    if not found.cones and found.joined is None:
         return None
-    parts = frozenset().union(*cones.values(), match.inner)
-    if joined is not None:
-        parts = parts.union(*joined.cones.values(), *joined.own.values())
-        stops |= joined.foreign
-    named = stops - {cotangent} if by_value else stops
-    ev = _evaluator(graph, match, named, parts)
+    by_value = factors is not None
+    stops = found.stops - {cotangent} if by_value else found.stops
+    ev = _evaluator(graph, match, stops, found.inside | match.inner)
     wanted, outs = wanted_at(
         graph, reference(), match, cotangent, ev, by_value, results
     )
     forms = _Forms(ev, wanted, outs)
-    grads, zeros = _summed(forms, graph, reached, cones, returned)
-    inner = frozenset().union(
-        *(cones[v] for v in (*grads.values(), *itertools.chain(*zeros.values())))
-    )
+    grads, zeros = _summed(forms, graph, found, returned)
+    values = (*grads.values(), *itertools.chain(*zeros.values()))
+    inner = frozenset().union(*(found.cones[v] for v in values))
     shared, pieces = {}, frozenset[int]()
-    if joined is not None and len(grads) < len(outs):
-        shared = _shared(forms, joined, cotangent, grads)
-        ends = {*grads.values(), *shared.values()}
-        if may_be_zero(graph, joined, set(shared.values()), ends, returned):
-            pieces = frozenset().union(*(joined.pieces[v] for v in shared.values()))
-            inner = inner.union(*(joined.own[p] for p in pieces))
-            grads |= shared
+    if found.joined is not None and len(grads) < len(outs):
+        shared, pieces = _shared(forms, found.joined, cotangent, grads, returned)
+        inner = inner.union(*(found.joined.own[p] for p in pieces))
+        grads |= shared
     if not grads:
         return None
-    spare = frozenset[int]()
-    if not results:
-        spare = unread(graph, reference(), match, grads.keys())
     return Backward(
         cotangent,
         grads,
         inner - match.inner,
         zeros,
-        spare,
+        frozenset() if results else unread(graph, reference(), match, grads.keys()),
         tuple(sorted(pieces)),
         frozenset(shared.values()) if pieces else frozenset(),
         by_value,
     )
 
 
-def _summed(
-    forms: _Forms,
+@dataclass(frozen=True)
+class _Candidates:
+    """Values that may be gradients of a match, below one candidate for its cotangent.
+
+    Attributes:
+        reached: The values below the cotangent, in program order.
+        stops: Where their forms end: leaves, the cotangent, what other ops join.
+        cones: Those that depend on the stops alone, and what they are computed through.
+        joined: Those that hold a share of other ops; None without any.
+    """
+
+    reached: Sequence[int]
+    stops: frozenset[int]
+    cones: Mapping[int, frozenset[int]]
+    joined: Shares | None
+
+    @property
+    def inside(self) -> frozenset[int]:
+        """All values that they are computed through."""
+        parts = frozenset[int]().union(*self.cones.values())
+        if self.joined is None:
+            return parts
+        return parts.union(*self.joined.cones.values(), *self.joined.own.values())
+
+
+def _candidates(
     graph: Graph,
-    reached: Sequence[int],
-    cones: Mapping[int, frozenset[int]],
-    returned: Set[int],
+    match: Match,
+    cotangent: int,
+    factors: Set[int] | None,
+    results: Mapping[int, int],
+) -> _Candidates:
+    leaves = (v for _, v in match.leaves)
+    stops = frozenset(
+        [*leaves, *cancelled_reads(graph, match), cotangent, *results.values()]
+    ).union(factors or ())
+    reached = below(graph, cotangent)
+    moving = linear(graph, reached, stops)
+    cones = _cones(graph, match, reached, stops, moving)
+    joined = shares(graph, reached, moving, stops)
+    if joined is not None:
+        stops |= joined.foreign
+    return _Candidates(reached, stops, cones, joined)
+
+
+def _summed(
+    forms: _Forms, graph: Graph, found: _Candidates, returned: Set[int]
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
     """Leaves to values that are their gradients, or the widest addend of those.
 
@@ -128,14 +151,14 @@ def _summed(
     place.
     """
     grads: dict[int, int] = {}
-    for value in cones:
+    for value in found.cones:
         leaf = forms.leaf_of((value,), grads)
         if leaf is not None:
             grads[leaf] = value
     zeros: dict[int, tuple[int, ...]] = {}
     taken = set(grads.values())
     missing = len(grads) < len(forms.outs)
-    mixed = larger_sums(graph, reached, cones, returned) if missing else ()
+    mixed = larger_sums(graph, found.reached, found.cones, returned) if missing else ()
     for terms in mixed:
         leaf = forms.leaf_of(terms, grads) if taken.isdisjoint(terms) else None
         if leaf is not None:
@@ -146,15 +169,26 @@ def _summed(
 
 
 def _shared(
-    forms: _Forms, joined: Shares, cotangent: int, grads: Mapping[int, int]
-) -> dict[int, int]:
-    """Leaves to values that are their gradients plus a share of other ops."""
-    found: dict[int, int] = {}
+    forms: _Forms,
+    joined: Shares,
+    cotangent: int,
+    grads: Mapping[int, int],
+    returned: Set[int],
+) -> tuple[dict[int, int], frozenset[int]]:
+    """Leaves to values that are their gradients plus a share of other ops.
+
+    Also gives the pieces of these values that the rewritten program has as zeros. Both
+    are empty if it may not have zeros there.
+    """
+    graph, found = forms.ev.g, dict[int, int]()
     for value in joined.pieces:
         leaf = forms.leaf_beside(value, joined.foreign, cotangent, {**grads, **found})
         if leaf is not None:
             found[leaf] = value
-    return found
+    ends = {*grads.values(), *found.values()}
+    if not may_be_zero(graph, joined, set(found.values()), ends, returned):
+        return {}, frozenset()
+    return found, frozenset().union(*(joined.pieces[v] for v in found.values()))
 
 
 def _cones(

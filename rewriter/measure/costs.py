@@ -49,13 +49,21 @@ class Costs:
 UNKNOWN = Costs()
 
 
-def modelled_costs(before_s: float, after_s: float, passes: str) -> Costs:
+def modelled_costs(
+    before_s: float,
+    after_s: float,
+    passes: str,
+    before_bytes: float | None = None,
+    after_bytes: float | None = None,
+) -> Costs:
     """Returns the costs by a model of the device.
 
     Args:
         before_s: Seconds as written; infinite if that does not fit into memory.
         after_s: Seconds as chosen.
         passes: What runs.
+        before_bytes: Bytes of temporary memory as written, if known.
+        after_bytes: Bytes of temporary memory as chosen, if known.
 
     Example:
         >>> modelled_costs(float("inf"), 2e-6, "forward")
@@ -64,7 +72,8 @@ def modelled_costs(before_s: float, after_s: float, passes: str) -> Costs:
     before, after = (1e6 * s if 0 < s < math.inf else None for s in (before_s, after_s))
     if before is None and after is None:
         return UNKNOWN
-    return Costs(before, after, source=ESTIMATED, passes=passes)
+    memory = (None if x is None else int(x) for x in (before_bytes, after_bytes))
+    return Costs(before, after, *memory, source=ESTIMATED, passes=passes)
 
 
 def measured_costs(

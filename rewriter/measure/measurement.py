@@ -134,7 +134,10 @@ def time_text(us: float) -> str:
     """Returns microseconds in words.
 
     Example:
-        >>> time_text(412.13), time_text(5879.0)
-        ('412 µs', '5.88 ms')
+        >>> time_text(412.13), time_text(999.9), time_text(5879.0), time_text(2.7e6)
+        ('412 µs', '1 ms', '5.88 ms', '2.7 s')
     """
-    return f"{us:.3g} µs" if us < 1000 else f"{us / 1000:.3g} ms"
+    for unit, size in (("µs", 1.0), ("ms", 1e3)):
+        if us < 999.5 * size:
+            return f"{us / size:.3g} {unit}"
+    return f"{us / 1e6:.3g} s"

@@ -24,6 +24,10 @@ from jax import lax
 PRODUCT, ROW, COLUMN = "product", "row", "column"
 """What every function may read: the product, and the numbers of query and key."""
 
+SOFTMAX, NONE, SUM = "softmax", "none", "sum"
+"""How weights are made of a function's values: exponentials over their sum, the values
+themselves, or the values over a function of their sum."""
+
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
     "atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh",
@@ -237,6 +241,12 @@ def cast_step(ref: Ref, dtype: Any) -> Step:
     name = str(jnp.dtype(dtype))
     run = lambda x: jnp.asarray(x).astype(name)
     return Step("convert_element_type", (ref,), name, f"to {name}", run)
+
+
+def inverse_step(ref: Ref, dtype: Any) -> Step:
+    """Returns the step that is one divided by a number of a dtype."""
+    one = number(1, dtype)
+    return Step("div", (one, ref), str(dtype), "", jnp.divide)
 
 
 def lookup_step(table: Ref, index: Ref, dtype: Any, fill: Any = None) -> Step:

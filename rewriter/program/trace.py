@@ -6,8 +6,10 @@ always mean. JAX's trace cache answers if the same signature was traced before.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,6 +149,13 @@ def renamed(wrapper: Callable[..., Any], fn: Callable[..., Any]) -> Callable[...
     return wrapper
 
 
+def name_in_programs(fn: Any) -> str:
+    """Returns the name that JAX gives the program of a function."""
+    while not hasattr(fn, "__name__") and isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", "<unnamed function>")
+
+
 def name_of(fn: Any) -> str:
     """Returns a function's name, also for partials, methods and objects."""
     while not hasattr(fn, "__name__") and hasattr(fn, "func"):
@@ -170,16 +179,19 @@ def jit_options(fn: Any, options: Mapping[str, Any]) -> dict[str, Any]:
                 next_step=known(name, (*OPTIONS, *JIT_OPTIONS)),
                 where=caller(),
             )
-    lifted = _jax.jit_options(fn) if _jax.is_jitted(fn) else {}
-    return {**lifted, **options}
+    return {**_jax.options_given(fn), **options}
 
 
 def original_of(fn: Any) -> tuple[Any, dict[str, Any]]:
     """Returns what ``optimize`` was given: the function, and all options in force.
 
     Args:
-        fn: An optimized function, or any other, which is returned as it is.
+        fn: An optimized function, a bound method that is one, or any other function,
+            which is returned as it is.
     """
+    if isinstance(fn, types.MethodType) and is_optimized(fn.__func__):
+        bound = types.MethodType(fn.__func__.original, fn.__self__)
+        return bound, {**fn.__func__.options, **_jax.options_given(fn)}
     if not is_optimized(fn):
         return fn, {}
     return fn.original, dict(fn.report.__self__.given)

@@ -47,7 +47,7 @@ class Total:
         return self.before_us - self.after_us
 
     def __str__(self) -> str:
-        """Both times, and how many sites they are of.
+        """Both times, how many sites they are of, and memory where it is known.
 
         Example:
             >>> print(Total(2500.0, 500.0, 3, 4, None, None, ("measured",)))
@@ -56,7 +56,11 @@ class Total:
         before, after = time_text(self.before_us), time_text(self.after_us)
         of = f"{self.known} of {self.sites} sites"
         how = ", ".join((*self.sources, of))
-        return f"sites take {before} as written, {after} as rewritten ({how})"
+        text = f"sites take {before} as written, {after} as rewritten ({how})"
+        if self.most_before_bytes is None or self.most_after_bytes is None:
+            return text
+        most = map(size_text, (self.most_before_bytes, self.most_after_bytes))
+        return f"{text}; temporary memory of the largest {' → '.join(most)}"
 
 
 def total(sites: Iterable[Site]) -> Total | None:

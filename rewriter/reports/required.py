@@ -11,6 +11,7 @@ LEFT_TO_XLA = (
     "{{{op!r}: {{'found': {count}}}}}; implementation= forces a kernel"
 )
 NOT_FOUND = "The lines above say why; report.why_not({op!r}) has all of it"
+NOTHING_CLOSE = "print(rewriter.explain(fn)(*args)) shows what is found there"
 
 
 def check_required(report: Report, required: Requirements) -> None:
@@ -48,6 +49,8 @@ def _shortfalls(report: Report, required: Requirements) -> tuple[list[str], str,
             short.append(text)
             ops.append(r.op)
             enough = have >= max(r.found, r.replaced)
-            step = LEFT_TO_XLA if enough else NOT_FOUND
+            near = (*report.sites, *report.misses, *report.look_alikes())
+            close = any(x.op == r.op for x in near)
+            step = LEFT_TO_XLA if enough else NOT_FOUND if close else NOTHING_CLOSE
             next_step = next_step or step.format(op=r.op, count=max(have, 1))
     return short, ops[0] if len(ops) == 1 else "", next_step

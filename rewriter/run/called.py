@@ -55,7 +55,7 @@ class Called:
         self.fn: Callable[[], Any] = weakref.ref(fn) if weak else lambda: fn
         self.made_of = ours, theirs, patterns
         self.analysis = Analysis(self.fn, ours, patterns, theirs)
-        self.__name__ = trace.name_of(fn)
+        self.__name__ = trace.name_in_programs(fn)
         self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
         self.__module__ = getattr(fn, "__module__", None) or __name__
         if (code := _code_of(fn)) is not None:
@@ -99,7 +99,7 @@ class Called:
             raise
         except Exception as error:
             where = raised_at(error)
-            note = f"rewriter: while tracing {self.__name__}"
+            note = f"rewriter: while tracing {trace.name_of(self.fn())}"
             error.add_note(f"{note}, {where}" if where else note)
             raise
 

@@ -177,9 +177,8 @@ def _optimized(
     what = called(fn, ours, options, patterns)
     maker = Maker(fn, what, what.fn(), config.verify == "once")
     made = _jax.asking(what.jitted(), maker.other)
-    for name, value in getattr(fn, "__dict__", {}).items():
-        if name not in made.__dict__:
-            setattr(made, name, value)
+    theirs = getattr(fn, "__dict__", {}).items()  # of a class it has descriptors, too
+    made.__dict__.update({k: v for k, v in theirs if k not in made.__dict__})
     made.__wrapped__ = fn
     made.__doc__ = getattr(fn, "__doc__", None)
     made.__annotations__ = getattr(fn, "__annotations__", {})

@@ -16,6 +16,7 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from rewriter.config import in_step
 from rewriter.errors import ConfigError, caller
+from rewriter.measure.measurement import time_text
 from rewriter.ops import device
 from rewriter.ops.cost import MODES as PASSES
 from rewriter.ops.cost import Cost
@@ -379,4 +380,4 @@ def _lines(row: Comparison, width: int) -> list[str]:
 
 def ms(timing: Timing) -> str:
     """Returns a time and its spread in words, such as ``"1.2 ms ±1.0%"``."""
-    return f"{timing.median_ms:.3g} ms ±{timing.spread:.1%}"
+    return f"{time_text(1e3 * timing.median_ms)} ±{timing.spread:.1%}"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rewriter.hardware import timing
+from rewriter.measure.measurement import time_text
 from rewriter.ops import device
 from rewriter.support.sizes import size_text
 from rewriter.tools.bench import Timing, ms
@@ -115,7 +116,7 @@ def _lines(row: Row, width: int, first: Timing | None) -> list[str]:
     if row.timing is None or first is None:
         return [f"{name}{row.reason}", *note]
     t = row.timing
-    parts = [f"{ms(t)}  best {t.minimum_ms:.3g} ms"]
+    parts = [f"{ms(t)}  best {time_text(1e3 * t.minimum_ms)}"]
     parts.append(f"{first.median_ms / t.median_ms:.2f}×")
     if t.cost:
         parts.append(_rates(t))

@@ -1,7 +1,7 @@
 """What is chosen for programs on this GPU, against each kernel that could be forced.
 
-  python3 -m tests.bench.choices [--sets attention,decode,dtypes,narrow,norms,products]
-      [--seconds N] [--spills] [--json PATH]
+  python3 -m tests.bench.choices [--seconds N] [--spills] [--json PATH]
+      [--sets attention,sizes,decode,dtypes,narrow,norms,products]
 
 A row is a program as users write it, forward or with all gradients; its arms are what
 `rewriter.optimize` chooses, and each kernel of the op forced. Microseconds are the
@@ -156,6 +156,16 @@ def of_attention() -> Iterator[Row]:
     yield attending("swin 4096x49x6x32", 4096, 49, 49, 6, 6, 32, more=bias)
 
 
+def of_sizes() -> Iterator[Row]:
+    """Lengths and widths that are no multiples of tiles, and short sequences."""
+    for t in (512, 1016, 1023, 1024, 2047):
+        yield attending(f"causal d128 {t}", 4, t, t, 16, 16, 128, window=CAUSAL)
+    yield attending("causal d64 1k", 8, 1024, 1024, 12, 12, 64, window=CAUSAL)
+    yield attending("causal d256 1023", 2, 1023, 1023, 8, 8, 256, window=CAUSAL)
+    yield attending("ViT-H 64x257x16x80", 64, 257, 257, 16, 16, 80)
+    yield attending("SigLIP 32x729x16x72", 32, 729, 729, 16, 16, 72)
+
+
 def of_decode() -> Iterator[Row]:
     """Rows of one query for each sequence."""
     for name, b, s, n, k, h in (
@@ -286,7 +296,8 @@ def of_products() -> Iterator[Row]:
 
 
 EVERY: dict[str, Callable[[], Iterator[Row]]] = {
-    "attention": of_attention, "decode": of_decode, "dtypes": of_dtypes,
+    "attention": of_attention, "sizes": of_sizes, "decode": of_decode,
+    "dtypes": of_dtypes,
     "narrow": of_narrow, "norms": of_norms, "products": of_products,
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ from docs import hooks, public_names
 from rewriter.config import OPTIONS, Config
 from rewriter.measure.decision import fastest
 from rewriter.measure.key import Key
-from rewriter.measure.measurement import ESTIMATES
+from rewriter.measure.measurement import ESTIMATES, time_text
 from rewriter.measure.sources import shipped
 from rewriter.ops.device import KNOWN
 from rewriter.ops.registry import package_of, registry
@@ -72,7 +72,7 @@ def gains() -> str:
         for row in data["rows"]:
             if row["what"] in whats:
                 old, new = row["original"], row["rewritten"]
-                ms = [f"{x['median_ms']:.3g} ms" for x in (old, new)]
+                ms = [time_text(1e3 * x["median_ms"]) for x in (old, new)]
                 both = row["mode"] == "forward_and_vjp"
                 if name == "ops" and "demo" in row["what"] and not both:
                     continue
@@ -629,7 +629,7 @@ def versions() -> str:
 
 
 def _ms(timing: dict) -> str:
-    return f"{timing['median_ms']:.3g} ms ±{timing['spread']:.0%}"
+    return f"{time_text(1e3 * timing['median_ms'])} ±{timing['spread']:.0%}"
 
 
 def _memory(timing: dict) -> str:

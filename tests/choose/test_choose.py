@@ -238,6 +238,17 @@ def test_near_shapes_choose_where_there_are_no_equal_ones() -> None:
         assert (far.kernel, far.origin) == ("hopper", "estimated")
 
 
+@pytest.mark.parametrize("name", ["h100", "h200"])
+@pytest.mark.parametrize("differentiated", [0, 1])
+def test_times_of_larger_shapes_do_not_make_others_look_fast(
+    name: str, differentiated: int
+) -> None:
+    """A time for 4096 positions is no time for 1024, to compare estimates with."""
+    for t, width in ((1024, 64), (1024, 128), (2048, 128)):
+        choice = chosen(causal(4, t, 16, width), differentiated, name)
+        assert choice.kernel in ("hopper", "cudnn"), (t, width, choice)
+
+
 def test_a_kernel_that_cannot_be_traced_here_is_passed_over() -> None:
     """cuDNN won, but this machine has none: what is left decides."""
     x = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)

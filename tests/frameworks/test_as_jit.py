@@ -10,7 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -254,6 +254,92 @@ def test_static_methods_below_the_decorator() -> None:
             return 2 * x
 
     assert Model.double(2) == Model().double(2) == 4
+
+
+def rms_norm(x: Any) -> Any:
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def scaled(self: Any, x: Any, times: Any = 1) -> Any:
+    """A method; `self` and `times` may be static."""
+    return rms_norm(x) * self.scale * times
+
+
+class Net:
+    scale = 3.0
+    by_position = functools.partial(jax.jit, static_argnums=(0, 2))(scaled)
+    from_behind = functools.partial(jax.jit, static_argnums=(-3, -1))(scaled)
+    by_name = functools.partial(jax.jit, static_argnames=("self", "times"))(scaled)
+    given_away = functools.partial(jax.jit, static_argnums=0, donate_argnums=1)(scaled)
+    fast = rewriter.optimize(
+        scaled, static_argnums=(0, 2), implementation={"rms_norm": "memory_bounded"}
+    )
+
+
+class Tree(NamedTuple):
+    scale: Any
+    step = functools.partial(jax.jit, static_argnums=2, donate_argnums=(1,))(scaled)
+
+
+METHODS = {
+    "by position": (Net().by_position, (2,), False),
+    "from behind": (Net().from_behind, (2,), False),
+    "by name": (Net().by_name, (2,), False),
+    "given away": (Net().given_away, (), True),
+    "fast": (Net().fast, (2,), False),
+    "of a tree": (Tree(jnp.float32(3)).step, (2,), True),
+    "its own": (functools.partial(Net().by_position, times=2), (), False),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bound_methods_of_jitted_functions(name: str) -> None:
+    method, rest, donated = METHODS[name]
+    x = jnp.arange(1024.0).reshape(2, 512) + 1
+    want = method(x + 0, *rest)
+    report = rewriter.explain(method)(x, *rest)
+    assert report.counts()["rms_norm"] == 1
+    assert (name == "fast") == (report.sites[0].origin == "forced")
+    got = rewriter.optimize(method)(x, *rest)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert x.is_deleted() == donated
+
+
+class Around:
+    """Computes more than a function, and hands its attributes on."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["fn"], name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*args) + 7
+
+
+def updated(fn: Any) -> Any:
+    return functools.update_wrapper(lambda *args: fn(*args) + 7, fn)
+
+
+@pytest.mark.parametrize("wrap", [Around, updated], ids=["object", "function"])
+@both
+def test_what_wraps_a_jitted_function_is_not_one(jit: Any, wrap: Any) -> None:
+    jitted = jit(lambda x, n: rms_norm(x) * n, static_argnums=1)
+    x, around = jnp.ones((2, 512)), wrap(functools.partial(jitted, n=2))
+    for fn in (around, wrap(jit(rms_norm)), wrap(around)):
+        want = fn(x)
+        np.testing.assert_allclose(rewriter.optimize(fn)(x), want, rtol=1e-6)
+        assert rewriter.explain(fn)(x).counts()["rms_norm"] == 1
+
+
+@both
+def test_classes(jit: Any) -> None:
+    class Point(NamedTuple):
+        x: Any
+        y: Any = 2.0
+
+    assert jit(Point)(1.0) == (1, 2)
 
 
 @both

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,11 @@ def softmax(x: Any) -> Any:
     return jax.nn.softmax(x @ x.T) @ x  # recognised, and left to XLA on CPUs
 
 
+class Doubling:
+    def __call__(self, x: Any, y: float = 2.0) -> Any:
+        return x * y
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "scopes": (scopes, {}),
     "loops": (loops, {}),
@@ -73,6 +79,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "inlined": (scopes, {"inline": True}),
     "softmax": (softmax, {}),
     "donated": (lambda x: x + 1, {"donate_argnums": 0}),
+    "unnamed": (Doubling(), {}),
+    "partial": (functools.partial(Doubling(), y=3.0), {}),
 }
 
 

@@ -14,7 +14,7 @@ from rewriter.gradients.addends import read_as_a_sum, returned, terms
 from rewriter.program.graph import Graph
 from tests import slow
 from tests.find.test_stacked import in_float64
-from tests.gradients.test_gradients import FORCED, equal, scanned, unrolled
+from tests.gradients.test_gradients import FORCED, agree, scanned, unrolled
 from tests.support.arrays import normal
 
 pytestmark = pytest.mark.once
@@ -74,10 +74,10 @@ PROGRAMS = {
 
 
 def same_in_float64(fast: Callable, step: Callable, *args) -> None:
-    equal(fast(*args), step(*args))
+    agree(fast, step, *args)
     with jax.enable_x64(True):
         wide = in_float64(args)
-        equal(fast(*wide), step(*wide), tolerance=1e-12)
+        agree(fast, step, *wide, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("argnums", slow.first(1, [(0, 1), 0]), ids=str)
@@ -160,7 +160,7 @@ def test_some_layers_are_frozen(frozen: list[int]) -> None:
     text = str(fast.jaxpr(free, X))
     assert "logistic" not in text
     assert text.count("rewriter_site_backward[") == LAYERS
-    equal(fast(free, X), step(free, X))
+    agree(fast, step, free, X)
 
 
 def test_half_precision() -> None:

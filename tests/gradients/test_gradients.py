@@ -86,6 +86,11 @@ def equal(new, old, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
 
+def agree(fast, step, *args, tolerance: float = 1e-5) -> None:
+    """Compares two functions, which are compiled together."""
+    equal(*jax.jit(lambda *given: (fast(*given), step(*given)))(*args), tolerance)
+
+
 @pytest.mark.parametrize("name", slow.first(5, CONTEXTS))
 def test_forward_and_backward_are_replaced(name: str) -> None:
     loss, count = CONTEXTS[name]
@@ -98,7 +103,7 @@ def test_forward_and_backward_are_replaced(name: str) -> None:
     text = str(fast.jaxpr(PARAMS, X))
     assert text.count("rewriter_site_backward[") == len(OPS) * count
     assert " exp " not in text  # no weights are computed outside the ops
-    equal(*jax.jit(lambda *given: (fast(*given), step(*given)))(PARAMS, X))
+    agree(fast, step, PARAMS, X)
 
 
 def test_a_loop_no_longer_stacks_weights() -> None:
@@ -146,7 +151,7 @@ def test_checkpointed_attention_without_its_result() -> None:
         report = rewriter.explain(step)(*QKV)
         assert not report.failures
         fast = rewriter.optimize(step, implementation=FORCED, strict=True)
-        equal(fast(*QKV), step(*QKV))
+        agree(fast, step, *QKV)
 
 
 def test_gradients_in_a_call_that_holds_an_array() -> None:
@@ -158,7 +163,7 @@ def test_gradients_in_a_call_that_holds_an_array() -> None:
 
     step = jax.grad(lambda q, k, v: jnp.sin(inner(q, k, v)).sum(), argnums=(0, 1, 2))
     fast = rewriter.optimize(step, implementation=FORCED, strict=True)
-    equal(fast(*QKV), step(*QKV))
+    agree(fast, step, *QKV)
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.checkpoint(jax.jit(f))])
@@ -197,7 +202,7 @@ def test_gradient_of_packed_heads(fn) -> None:
     qkv = normal(2, T, 3 * N * 8)
     fast = rewriter.optimize(jax.grad(fn), implementation=FORCED)
     assert str(fast.jaxpr(qkv)).count("rewriter_site_backward[") == 1
-    equal(fast(qkv), jax.grad(fn)(qkv))
+    agree(fast, jax.grad(fn), qkv)
 
 
 def ragged(x, w):
@@ -230,7 +235,7 @@ def test_every_gradient_of_an_op(op: str) -> None:
     assert rewriter.explain(step)(*args).counts(backward=True)[op] == 1
     fast = rewriter.optimize(step, implementation=FORCED)
     assert str(fast.jaxpr(*args)).count("rewriter_site_backward[") == 1
-    equal(fast(*args), step(*args))
+    agree(fast, step, *args)
 
 
 def by_groups(x, w):
@@ -258,10 +263,10 @@ def test_ragged_gradients_of_a_cotangent_that_is_given(argument: int | None) -> 
     fast = rewriter.optimize(step, implementation=FORCED, strict=True)
     text = str(fast.jaxpr(*args))
     assert text.count("rewriter_site_backward[") == 1
-    equal(fast(*args), step(*args))
+    agree(fast, step, *args)
     with jax.enable_x64(True):
         wide = [np.asarray(a, np.float64) for a in args]
-        equal(fast(*wide), step(*wide), tolerance=1e-12)
+        agree(fast, step, *wide, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("argument", [0, 1, 2])
@@ -270,7 +275,7 @@ def test_some_gradients_only(argument: int) -> None:
     fast = rewriter.optimize(step, implementation=FORCED)
     assert rewriter.explain(step)(*QKV).counts(backward=True)["attention"] == 1
     assert " exp " not in str(fast.jaxpr(*QKV))
-    equal(fast(*QKV), step(*QKV))
+    agree(fast, step, *QKV)
 
 
 def test_weights_that_are_returned_stay() -> None:
@@ -282,7 +287,7 @@ def test_weights_that_are_returned_stay() -> None:
     step = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
     fast = rewriter.optimize(step)
     assert "rewriter_site" not in str(fast.jaxpr(*QKV))
-    equal(fast(*QKV), step(*QKV))
+    agree(fast, step, *QKV)
 
 
 def test_a_wrong_gradient_is_not_taken_for_one() -> None:
@@ -296,7 +301,7 @@ def test_a_wrong_gradient_is_not_taken_for_one() -> None:
 
     step = jax.grad(loss, argnums=(0, 1, 2))
     fast = rewriter.optimize(step, implementation=FORCED)
-    equal(fast(*QKV), step(*QKV))
+    agree(fast, step, *QKV)
 
 
 def guarded(fill: float, of_mask: bool = True):
@@ -319,7 +324,7 @@ def test_weights_that_are_guarded(fill: float) -> None:
     fast = rewriter.optimize(step, implementation=FORCED, strict=True)
     assert str(fast.jaxpr(*QKV)).count("rewriter_site_backward[") == 1
     assert all(np.isfinite(g).all() for g in step(*QKV)[1])
-    equal(fast(*QKV), step(*QKV))
+    agree(fast, step, *QKV)
 
 
 def test_weights_that_another_mask_guards() -> None:
@@ -327,7 +332,7 @@ def test_weights_that_another_mask_guards() -> None:
     step = jax.value_and_grad(guarded(-1e30, of_mask=False), argnums=(0, 1, 2))
     fast = rewriter.optimize(step, implementation=FORCED)
     assert "rewriter_site_backward[" not in str(fast.jaxpr(*QKV))
-    equal(fast(*QKV), step(*QKV))
+    agree(fast, step, *QKV)
 
 
 def bare_rms(x):
@@ -385,7 +390,7 @@ def test_a_cotangent_out_of_a_checkpoint(jitted: bool) -> None:
     text = str(fast.jaxpr(PARAMS, X))
     assert text.count("rewriter_site_backward[") == LAYERS
     assert "rsqrt" not in text
-    equal(fast(PARAMS, X), step(PARAMS, X))
+    agree(fast, step, PARAMS, X)
 
 
 def test_a_cotangent_that_stays_in_a_checkpoint() -> None:
@@ -397,7 +402,7 @@ def test_a_cotangent_that_stays_in_a_checkpoint() -> None:
 
     step = jax.value_and_grad(unrolled(layer))
     fast = rewriter.optimize(step, implementation=FORCED)
-    equal(fast(PARAMS, X), step(PARAMS, X))
+    agree(fast, step, PARAMS, X)
 
 
 def test_layers_that_share_their_scale() -> None:
@@ -412,7 +417,7 @@ def test_layers_that_share_their_scale() -> None:
     report = rewriter.explain(step)(PARAMS, X)
     assert report.counts(backward=True)["rms_norm"] == 2 * LAYERS
     fast = rewriter.optimize(step, implementation=FORCED)
-    equal(fast(PARAMS, X), step(PARAMS, X))
+    agree(fast, step, PARAMS, X)
 
 
 @pytest.mark.parametrize("after", [lambda y: y, jax.nn.relu], ids=["", "relu"])
@@ -434,7 +439,7 @@ def test_norm_of_one_row(centred: bool, after: Callable) -> None:
     counts = report.counts(), report.counts(backward=True)
     assert [{k: v for k, v in c.items() if v} for c in counts] == [{name: 1}] * 2
     fast = rewriter.optimize(step, implementation=FORCED)
-    equal(fast(*args), step(*args))
+    agree(fast, step, *args)
 
 
 def test_gradients_too_large_to_compare_are_a_reason(monkeypatch) -> None:
@@ -494,7 +499,7 @@ def test_a_mask_that_is_laid_out_in_windows() -> None:
     step = jax.value_and_grad(loss, argnums=(0, 1))
     assert rewriter.explain(step)(*args).counts(backward=True)["attention"] == 1
     fast = rewriter.optimize(step, implementation=FORCED, strict=True)
-    equal(fast(*args), step(*args), 1e-4)
+    agree(fast, step, *args, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("op", NORMS)
@@ -513,4 +518,4 @@ def test_two_norms_of_an_input_without_a_gradient(op: str) -> None:
     step = jax.value_and_grad(loss)
     assert rewriter.explain(step)(*args).counts(backward=True)[op] == 2
     fast = rewriter.optimize(step, implementation=FORCED, strict=True)
-    equal(fast(*args), step(*args), 1e-4)
+    agree(fast, step, *args, tolerance=1e-4)

@@ -13,7 +13,7 @@ import pytest
 import rewriter
 from rewriter.find.stacked import pieces
 from rewriter.program.graph import Graph
-from tests.gradients.test_gradients import FORCED, equal
+from tests.gradients.test_gradients import FORCED, agree
 from tests.support.arrays import normal
 
 pytestmark = pytest.mark.once
@@ -92,7 +92,7 @@ def test_gradients_of_pieces_are_found(name: str) -> None:
     assert report.counts(backward=True)["attention"] == 1
     fast = rewriter.optimize(step, implementation=FORCED)
     assert " exp " not in str(fast.jaxpr(*args))
-    equal(fast(*args), step(*args))
+    agree(fast, step, *args)
 
 
 def test_a_stopped_piece_has_no_gradient_of_attention() -> None:
@@ -105,7 +105,7 @@ def test_a_stopped_piece_has_no_gradient_of_attention() -> None:
 
     step, args = step_of(stopped), (X, WIDE, OUT, DOWN)
     fast = rewriter.optimize(step, implementation=FORCED)
-    equal(fast(*args), step(*args))
+    agree(fast, step, *args)
 
 
 def test_a_whole_is_not_cut() -> None:
@@ -148,4 +148,4 @@ def test_gradients_of_values_where_weights_meet_a_loss(layers: int) -> None:
     assert not report.failures
     assert report.counts(backward=True)["attention"] == layers
     fast = rewriter.optimize(step, implementation=FORCED)
-    equal(fast(*args), step(*args))
+    agree(fast, step, *args)

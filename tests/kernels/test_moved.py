@@ -77,8 +77,17 @@ ATTENTION: dict[str, Case] = {
     "heads of 64": (HOPPER, SELF, arrays(*[(4, 2048, 16, 64)] * 3), BOTH),
     "odd, heads of 64": (HOPPER, SELF, arrays(*[(16, 577, 16, 64)] * 3), BOTH),
     "odd, heads of 32": (HOPPER, SELF, arrays(*[(64, 49, 12, 32)] * 3), BOTH),
-    "odd, heads of 128": (HOPPER, SELF, arrays(*[(4, 1023, 16, 128)] * 3), FORWARD),
-    "heads of 72": (HOPPER, SELF, arrays(*[(8, 736, 16, 72)] * 3), FORWARD),
+    "odd, heads of 128": (HOPPER, SELF, arrays(*[(4, 1023, 16, 128)] * 3), BOTH),
+    "odd, heads of 256": (HOPPER, SELF, arrays(*[(2, 1023, 8, 256)] * 3), BOTH),
+    "odd, heads of 80": (HOPPER, SELF, arrays(*[(32, 257, 16, 80)] * 3), BOTH),
+    "odd, heads of 72": (HOPPER, SELF, arrays(*[(16, 729, 16, 72)] * 3), BOTH),
+    "heads of 72": (HOPPER, SELF, arrays(*[(8, 736, 16, 72)] * 3), BOTH),
+    "77 keys, heads of 40": (
+        HOPPER,
+        SELF,
+        arrays((8, 4096, 8, 40), *[(8, 77, 8, 40)] * 2),
+        BOTH,
+    ),
     "ViT-B": (HOPPER, SELF, arrays(*[(64, 197, 12, 64)] * 3), BOTH),
     "heads of 256": (HOPPER, SELF, arrays(*[(2, 2048, 8, 256)] * 3), BOTH),
     "float32 weights": (
@@ -308,18 +317,7 @@ QUICK = {
     "ragged, odd",
 }
 
-PADDED = "[4,1024,16,128]"
 KNOWN: dict[tuple[str, str], dict[str, int]] = {
-    # Copies of tiles end at multiples of 8 rows, and heads at multiples of 16 columns.
-    # The estimate counts both.
-    ("odd, heads of 128", "forward"): {
-        f"pad {PADDED}": 3,
-        "slice [4,1023,16,128]": 1,
-    },
-    ("heads of 72", "forward"): {
-        "pad [8,736,16,80]": 3,
-        "slice [8,736,16,72]": 1,
-    },
     # Results and gradients are written with positions before heads.
     ("heads first", "forward"): {
         "copy [4,16,2048,64]": 1,

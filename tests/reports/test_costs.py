@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import rewriter
+from rewriter.kernels import attention as attention_op
+from rewriter.kernels.attention.memory import temporary
+from rewriter.kernels.attention.op import OP
 from rewriter.measure.costs import UNKNOWN, Costs, modelled_costs
+from rewriter.ops.kernel import spec_of
 from rewriter.reports.costs import Total, costs_text, total
 from rewriter.support.sizes import size_text
 from tests.reports.test_report import REPORT, site
@@ -21,6 +26,7 @@ pytestmark = pytest.mark.once
 ROWS = jax.ShapeDtypeStruct((8192, 4096), "bfloat16")
 SCALE = jax.ShapeDtypeStruct((4096,), "bfloat16")
 MODEL = {"target": "h200", "tune": "off"}
+FOLDER = pathlib.Path(attention_op.__file__).parent
 HEADS = jax.ShapeDtypeStruct((4, 4096, 16, 128), "bfloat16")
 
 
@@ -117,11 +123,53 @@ def test_the_sum_counts_turns_and_leaves_out_what_is_not_known():
     report = dataclasses.replace(REPORT, sites=sites)
     assert report.text().splitlines()[2] == (
         " sites take 35 µs as written, 17 µs as rewritten "
-        "(measured, estimated, 4 of 6 sites)"
+        "(measured, estimated, 4 of 6 sites); temporary memory of the largest "
+        "100 B → 40 B"
     )
     data = json.loads(report.json())
     assert data["costs"]["before_us"] == 35.0
     assert data["sites"][0]["costs"]["after_bytes"] == 40
+
+
+def test_memory_of_attention_is_estimated():
+    heads = jax.ShapeDtypeStruct((3, 3000, 24, 128), "bfloat16")
+    scores = 2 * 3 * 24 * 3000**2
+    for fn, times, kept in (
+        (attention, 2, 0),
+        (jax.grad(lambda *a: attention(*a).astype("float32").sum(), (0, 1, 2)), 4, 8),
+    ):
+        costs = only(fn, heads, heads, heads, target="h100", tune="off").costs
+        assert costs.source == "estimated"
+        assert costs.before_bytes == times * scores
+        assert costs.after_bytes in {kept * 3 * 24 * 3000, kept * 3 * 24 * 3000 * 65}
+        assert costs.saved_bytes == costs.before_bytes - costs.after_bytes
+    decode = jax.ShapeDtypeStruct((8, 1, 24, 128), "bfloat16")
+    keys = jax.ShapeDtypeStruct((8, 30000, 24, 128), "bfloat16")
+    costs = only(attention, decode, keys, keys, target="h100", tune="off").costs
+    assert costs.before_us
+    assert costs.saved_bytes is None
+
+
+def test_estimates_of_memory_agree_with_shipped_measurements():
+    near, seen = 0, 0
+    for name in ("nvidia_h100_80gb_hbm3", "nvidia_h200"):
+        shipped = FOLDER / "tuned" / f"{name}.json"
+        for entry in json.loads(shipped.read_text())["entries"]:
+            key = entry["key"]
+            shapes = {n: jax.ShapeDtypeStruct(x, key["dtypes"][n])
+                      for n, x in key["shapes"].items()}  # fmt: skip
+            guess = temporary(spec_of(OP, shapes, {}), key["pass"])
+            for m in entry["measurements"]:
+                kernel = m["implementation"]["forward"]
+                if kernel == "xla":
+                    ratio = m["temp_bytes"] / guess["xla"]
+                    assert 0.5 <= ratio <= 1.3
+                    near, seen = near + (0.95 < ratio < 1.15), seen + 1
+                elif kernel in guess:
+                    off = abs(m["temp_bytes"] - guess[kernel])
+                    assert off < 0.1 * guess["xla"]
+    assert seen > 40
+    assert near > 0.8 * seen
 
 
 def test_what_does_not_fit_has_no_time():

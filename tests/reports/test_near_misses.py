@@ -302,7 +302,34 @@ def differential(q, k, v):
     return weighted(w, v)
 
 
+def sparse(q, k, v):
+    """Weights of a threshold that depends on all scores of the row."""
+    s = scores(q, k)
+    largest = jnp.sort(s)[..., ::-1]
+    sums = jnp.cumsum(largest, -1) - 1
+    count = (largest > sums / jnp.arange(1, 7)).sum(-1, keepdims=True)
+    least = jnp.take_along_axis(sums, count - 1, -1) / count
+    return weighted(jnp.maximum(s - least, 0), v)
+
+
 REASONS = {
+    "sparsemax": ("scored_attention", "sparsemax and entmax", sparse, Q, K, V),
+    "returned weights": (
+        "scored_attention", "are a result too",
+        lambda q, k, v: (lambda p: (p, weighted(p, v)))(jax.nn.sigmoid(scores(q, k))),
+        Q, K, V,
+    ),
+    "linear attention": (
+        "scored_attention", "linear attention",
+        lambda q, k, v: weighted(scores(q, k) / 6, v), Q, K, V,
+    ),
+    "of a row": (
+        "scored_attention", "depends on other scores of its query, through reduce_sum",
+        lambda q, k, v: weighted(
+            jax.nn.relu(scores(q, k) - scores(q, k).mean(-1, keepdims=True)), v
+        ),
+        Q, K, V,
+    ),
     "over_heads": (
         "attention", "summed along another",
         lambda q, k, v: weighted(jax.nn.softmax(scores(q, k), 1), v), Q, K, V,
@@ -345,14 +372,6 @@ def test_the_reason_is_what_the_program_does(name):
 
 
 EXPECTED = {
-    "sigmoid": (
-        "attention", "sigmoid attention",
-        lambda q, k, v: weighted(jax.nn.sigmoid(scores(q, k) - 1.8), v), Q, K, V,
-    ),
-    "relu": (
-        "attention", "relu attention",
-        lambda q, k, v: weighted(jax.nn.relu(scores(q, k)) / 6, v), Q, K, V,
-    ),
     "product_inside": (
         "gated_linear_unit", "the product of both branches",
         lambda x, w, u: jax.nn.silu((x @ w) * (x @ u)), X, W, U,
@@ -361,21 +380,11 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_words_for_what_takes_no_softmax_or_gates_nothing(name):
+def test_words_for_what_gates_nothing(name):
     op, words, fn, *args = EXPECTED[name]
     report = rewriter.explain(fn)(*args)
     assert (report.misses, report.sites) == ((), ())
     assert words in report.why_not(op)
-
-
-def sparse(q, k, v):
-    """Weights of a threshold that depends on all scores of the row."""
-    s = scores(q, k)
-    largest = jnp.sort(s)[..., ::-1]
-    sums = jnp.cumsum(largest, -1) - 1
-    count = (largest > sums / jnp.arange(1, 7)).sum(-1, keepdims=True)
-    least = jnp.take_along_axis(sums, count - 1, -1) / count
-    return weighted(jnp.maximum(s - least, 0), v)
 
 
 def highway(x, w):
@@ -390,7 +399,6 @@ def hinge(x, w):
 
 
 SILENT = {
-    "sparse": (sparse, Q, K, V),
     "highway": (highway, X, W),
     "hinge": (hinge, X, W),
     "maxout": (lambda x, w, u: jnp.maximum(x @ w, x @ u), X, W, U),
@@ -436,5 +444,10 @@ def test_a_group_norm_of_flax_is_named():
     norm = linen.GroupNorm(2)
     scales = {"params": {"scale": np.ones(8, "f4"), "bias": np.ones(8, "f4")}}
     image = np.ones((2, 3, 3, 8), "f4")
-    (miss,) = rewriter.explain(norm.apply)(scales, image).misses
-    assert "group norm" in miss.reasons[0].text
+    skip = lambda s, a, b: norm.apply(s, jnp.concatenate([a, b], -1))  # as in a U-Net
+    for fn, args in ((norm.apply, [image]), (skip, [image[..., :6], image[..., 6:]])):
+        (miss,) = rewriter.explain(fn)(scales, *args).misses
+        assert "group norm" in miss.reasons[0].text
+    bare = linen.GroupNorm(2, use_scale=False, use_bias=False)
+    (miss,) = rewriter.explain(lambda x: bare.apply({}, x))(image).misses
+    assert "of another part of x" in miss.reasons[0].text

@@ -75,9 +75,11 @@ def test_the_error_says_why_and_what_to_do():
     assert "rms_norm" not in text
     assert "require {'attention': {'found': 1}}; implementation= forces" in text
     met({"attention": {"found": 1}}, implementation={"attention": "xla"})
-    with pytest.raises(RequirementNotMet, match=r"why_not\('layer_norm'\)") as caught:
+    with pytest.raises(RequirementNotMet, match="shows what is found") as caught:
         met("layer_norm")
     assert "nothing in block is close to layer_norm" in str(caught.value)
+    with pytest.raises(RequirementNotMet, match=r"why_not\('rms_norm'\)"):
+        met({"rms_norm": {"found": 99}})
 
 
 def test_turns_of_a_loop_count():

@@ -1,22 +1,25 @@
 """Writes what the rewriter does to many programs, to compare before and after a change.
 
-    python -m tests.support.freeze write FOLDER [--only GLOB] [--corpus] [--kernels]
+    python -m tests.support.freeze write FOLDER [--only GLOB] [--part I/N] [--corpus]
+                                                [--kernels]
     python -m tests.support.freeze compare BEFORE AFTER
 
 ``write`` makes one file for each spelling, and for each public model with
 ``--corpus`` (which needs the package ``corpus`` on the path). A file holds four forms
 of the program: forward, gradient, sharded over two devices, and exported. Each form
 has the report as JSON, as it is on an H100, and the text of the rewritten program with
-kernels forced. Times and addresses are left out. With ``--kernels`` there is a file for
-each use of each op instead: what its kernels say of it, and the text of what they
-compute. ``compare`` prints the names whose
-files differ, and ends with status 1 if there are any.
+kernels of plain JAX forced for every op that has one. Times and addresses are left out.
+``--part 2/8`` writes every eighth file from the second on; a file that exists is left.
+With ``--kernels`` there is a file for each use of each op instead: what its kernels say
+of it, and the text of what they compute. ``compare`` prints the names whose files
+differ, or are in one folder alone, and ends with status 1 if there are any.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import json
 import os
 import pathlib
@@ -33,9 +36,6 @@ ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 PLACE = re.compile(r"/[\w./-]*/(?=(rewriter|kernels|patterns|tests)/)")
 MLIR_PLACE = re.compile(r"^#loc.*\n| loc\(.*\)", re.MULTILINE)
 LINE = re.compile(r"\.py:\d+")
-FORCED = dict.fromkeys(
-    ("attention", "rms_norm", "layer_norm", "gated_linear_unit"), "memory_bounded"
-) | {"ragged_dot": "tiled"}
 MODULE = re.compile(r"(?:rewriter|kernels|patterns)(?:[./]\w+)+(?:\.py)?")
 
 
@@ -54,6 +54,19 @@ def models() -> Iterator[tuple[str, Callable[[], tuple[Any, tuple[Any, ...]]]]]:
 
     for name, entry in REGISTRY.items():
         yield f"model/{name}", entry.build
+
+
+@functools.cache
+def forced() -> dict[str, tuple[str, ...]]:
+    """Returns the kernels that run on any platform, by op; XLA where none can run."""
+    from rewriter.ops.registry import registry
+
+    of = registry()
+    plain = {
+        name: [k.name for k in of.kernels(name) if "cpu" in k.platforms]
+        for name in of.ops()
+    }
+    return {op: (*names[::-1], "xla") for op, names in plain.items() if names}
 
 
 def forms(fn: Any, args: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
@@ -82,7 +95,7 @@ def forms(fn: Any, args: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
 
     def both(fn: Any, args: Any) -> Any:
         report = rewriter.explain(fn, target="h100")(*args).as_dict()
-        return report, str(rewriter.optimize(fn, implementation=FORCED).jaxpr(*args))
+        return report, str(rewriter.optimize(fn, implementation=forced()).jaxpr(*args))
 
     def sharded() -> Any:
         mesh = jax.make_mesh((2,), ("data",))
@@ -96,7 +109,7 @@ def forms(fn: Any, args: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
         return both(fn, jax.tree.map(place, args))
 
     def exported() -> Any:
-        fast = rewriter.optimize(fn, implementation=FORCED)
+        fast = rewriter.optimize(fn, implementation=forced())
         artifact = rewriter.export(fast, platforms="cpu", vjp_order=0)(*args)
         return artifact.manifest, MLIR_PLACE.sub("", artifact.exported.mlir_module())
 
@@ -153,14 +166,23 @@ def programs(corpus: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def write(
-    folder: pathlib.Path, only: str, written: Iterator[tuple[str, Callable[[], Any]]]
+    folder: pathlib.Path,
+    only: str,
+    part: tuple[int, int],
+    written: Iterator[tuple[str, Callable[[], Any]]],
 ) -> int:
-    """Writes a file for each name; returns how many."""
+    """Writes a file for each name that fits; returns how many.
+
+    Args:
+        folder: Where to.
+        only: A pattern of names.
+        part: Every how-manieth of these, from 1 on, and how many parts there are.
+        written: Names, and what makes the text of each.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    count = 0
-    for name, make in written:
-        if not fnmatch.fnmatch(name, only):
-            continue
+    count, (first, parts) = 0, part
+    named = [(n, make) for n, make in written if fnmatch.fnmatch(n, only)]
+    for name, make in named[first - 1 :: parts]:
         path = folder / (re.sub(r"[^\w.-]", "_", name) + ".json.z")
         if path.exists():
             continue
@@ -187,6 +209,7 @@ def main() -> int:
     writing = commands.add_parser("write")
     writing.add_argument("folder", type=pathlib.Path)
     writing.add_argument("--only", default="*")
+    writing.add_argument("--part", default="1/1")
     writing.add_argument("--corpus", action="store_true")
     writing.add_argument("--kernels", action="store_true")
     comparing = commands.add_parser("compare")
@@ -195,7 +218,9 @@ def main() -> int:
     given = parser.parse_args()
     if given.command == "write":
         written = kernels() if given.kernels else programs(given.corpus)
-        print(write(given.folder, given.only, written), "files written")
+        first, _, parts = given.part.partition("/")
+        part = int(first), int(parts)
+        print(write(given.folder, given.only, part, written), "files written")
         return 0
     different = compare(given.before, given.after)
     print("\n".join(different) or "no program differs")

@@ -28,19 +28,22 @@ from rewriter.kernels.attention.hopper.backward_config import (
 from rewriter.kernels.attention.hopper.backward_config import (
     fits_backward as fits_backward,
 )
-from rewriter.kernels.attention.hopper.config import Tiles as Tiles
-from rewriter.kernels.attention.hopper.config import configs as configs
-from rewriter.kernels.attention.hopper.config import default as default
 from rewriter.kernels.attention.hopper.config import (
+    COPIED,
     filled,
+    filled_backward,
     first_fitting,
     fits_widths,
 )
+from rewriter.kernels.attention.hopper.config import Tiles as Tiles
+from rewriter.kernels.attention.hopper.config import configs as configs
+from rewriter.kernels.attention.hopper.config import default as default
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import widths as widths
 from rewriter.kernels.attention.hopper.dtypes import parts, takes_dtypes
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
+from rewriter.kernels.attention.memory import temporary
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
@@ -125,13 +128,13 @@ def room(spec: Spec) -> Verdict:
 def forward(**given: Any) -> Any:
     """Returns attention; see `rewriter.kernels.attention.hopper.forward_kernel`.
 
-    Heads are padded to multiples of 16 with zeros, which change no score.
+    Heads are padded to multiples of `COPIED` with zeros, which change no score.
     """
     from rewriter.kernels.attention.hopper import forward_kernel
 
     e = given["v"].shape[3]
     given |= {name: _filled(given[name]) for name in "qkv"}
-    sizes = given["q"].shape[3], given["v"].shape[3]
+    sizes = filled(given["q"].shape[3]), filled(given["v"].shape[3])
     count, extra = parts(given.get(PARAM)), extra_of(flat(given))
     config = given.pop("config", None) or first_fitting(*sizes, extra, count)
     made = forward_kernel.forward(**given, config=config)
@@ -150,7 +153,7 @@ def backward(**given: Any) -> dict[str, Array]:
     given.pop(PARAM, None)  # gradients are rounded to 16 bits
     names = ("q", "k", "v", "out", "cotangent")
     whole = given | {name: _filled(given[name]) for name in names}
-    sizes = whole["q"].shape[3], whole["v"].shape[3]
+    sizes = [filled_backward(whole[name].shape[3]) for name in "qv"]
     extra = extra_of(flat(given))
     config = given.pop("config", None) or first_fitting_backward(*sizes, extra)
     if config is None or not fits_backward_widths(config, *sizes, extra).ok:
@@ -172,15 +175,18 @@ def flat(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filled(x: Array) -> Array:
-    """Pads [..., width] with zeros to a width that kernels read."""
-    more = filled(x.shape[-1]) - x.shape[-1]
+    """Pads [..., width] with zeros to a width that is copied."""
+    more = -x.shape[-1] % COPIED
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
 KERNEL = by_entry(
     HOPPER.kernel(
         "attention", forward, backward, supports,
-        Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
+        Speed(
+            by_estimate, by_rule=False, estimate=estimate, modelled=modelled,
+            temporary=temporary,
+        ),
         Space(Tiles, default, configs, fits),
         Space(BackwardTiles, backward_default, backward_configs, fits_backward),
         deterministic=deterministic, saves_out=True, merges=True,

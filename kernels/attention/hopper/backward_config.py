@@ -11,8 +11,8 @@ from rewriter.kernels.attention.hopper.config import (
     BARRIERS,
     KIB,
     REGISTERS,
+    backward_widths,
     sees_unevenly,
-    widths,
 )
 from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
@@ -73,7 +73,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     take 0.99 of the time, and with a bias of keys 0.97
     (``tests/bench/results/hopper_attention_h200.json``).
     """
-    h, e = widths(spec)
+    h, e = backward_widths(spec)
     width, extra = max(h, e), extra_in(spec)
     window = spec.param("window", (None, None))
     if extra.computed:
@@ -106,7 +106,7 @@ def _claiming_backward(config: BackwardTiles, spec: Spec) -> BackwardTiles:
     On an H200 that took 0.97 to 1.00 of the time of tiles that are dealt out, 0.82 with
     segments, and 1.01 where all tiles are alike.
     """
-    (h, e), extra = widths(spec), extra_in(spec)
+    (h, e), extra = backward_widths(spec), extra_in(spec)
     differ = sees_unevenly(spec) or extra.rows or extra.columns or spec.has("mask")
     made = replace(config, claimed=config.programs > 0 and bool(differ))
     fits = fits_backward_widths(made, h, e, extra).ok
@@ -128,7 +128,7 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
 
 
 def _backward_configs(spec: Spec) -> list[BackwardTiles]:
-    width = max(widths(spec))
+    width = max(backward_widths(spec))
     if width <= 64:
         return [
             BackwardTiles(128, 128), BackwardTiles(64, 128, 3),
@@ -165,7 +165,7 @@ def first_fitting_backward(h: int, e: int, extra: Extra = NONE) -> BackwardTiles
 def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config of the backward can run."""
     del device
-    h, e = widths(spec)
+    h, e = backward_widths(spec)
     return fits_backward_widths(config, h, e, extra_in(spec))
 
 

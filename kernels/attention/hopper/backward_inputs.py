@@ -13,18 +13,10 @@ from jax import lax
 
 from rewriter.kernels.attention.empty import ZERO
 from rewriter.kernels.attention.hopper import block_masks
-from rewriter.kernels.attention.hopper.backward_config import (
-    TABLE_BLOCK,
-    BackwardTiles,
-    sums_block,
-)
+from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.backward_tiles import Problem
-from rewriter.kernels.attention.hopper.extra_operands import extra_of
-from rewriter.kernels.attention.hopper.forward_kernel import (
-    copied_by_rows,
-    even,
-    row_sums,
-)
+from rewriter.kernels.attention.hopper.config import filled_backward
+from rewriter.kernels.attention.hopper.forward_kernel import row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Terms, terms_of, transposed
 
@@ -86,9 +78,7 @@ def inputs_of(
         line = extra_turned["row_terms"]
         extra_turned["row_terms"] = _padded(line, config, 0.0)
     of_keys, of_queries = _problems(use, terms, turned, config)
-    whole = (use.q, use.k, use.v, up)
-    whole = whole if of_keys.by_rows else map(even, whole)
-    named = dict(zip("qkvg", whole, strict=True)) | rows | numbers
+    named = {"q": use.q, "k": use.k, "v": use.v, "g": up} | rows | numbers
     mask, pair = use.mask, use.segments
     turned_mask = None if mask is None else mask.swapaxes(2, 3)
     turned_pair = None if pair is None else pair[::-1]
@@ -125,11 +115,11 @@ def _problems(
     use: Use, terms: Terms, turned: Terms, config: BackwardTiles
 ) -> tuple[Problem, Problem]:
     """The problems of dk and dv, and of dq."""
-    (b, _, n, _), heads, (h, e) = use.q.shape, use.k.shape[2], use.widths
-    blocks = [config.queries, config.keys, *_other_blocks(config, h, e, use.extra)]
+    (b, _, n, _), heads = use.q.shape, use.k.shape[2]
+    h, e = (filled_backward(x) for x in use.widths)
     common = {
         "b": b, "h": h, "e": e, "scale": use.scale, "softcap": use.softcap,
-        "by_rows": copied_by_rows(use.lengths, (h, e), blocks),
+        "by_rows": use.by_rows((h, e)),
         "programs": config.programs, "stages": config.stages,
         "warpgroups": config.warpgroups, "claimed": config.claimed,
     }  # fmt: skip
@@ -160,17 +150,6 @@ def with_reach(side: Side) -> Side:
 def without_reach(side: Side) -> dict[str, Any]:
     """Returns the arrays without that table, which is one of the problem's blocks."""
     return {name: x for name, x in side.arrays.items() if name != "reach"}
-
-
-def _other_blocks(
-    config: BackwardTiles, h: int, e: int, given: dict[str, Array]
-) -> list[int]:
-    """Returns the rows of blocks in kernels for cotangents of biases and slopes."""
-    if not given.keys() & {"bias", "alibi"}:
-        return []
-    both = extra_of(given).transposed, extra_of(given)
-    sums = [sums_block(config, h, e, extra) for extra in both]
-    return [x for x in (*sums, TABLE_BLOCK) if x]
 
 
 LARGE = 1000.0

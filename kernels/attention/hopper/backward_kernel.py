@@ -110,23 +110,22 @@ def _of_qkv(
     use: Use, x: Inputs, cotangent: Array, config: BackwardTiles
 ) -> dict[str, Array]:
     """The cotangents of q, k and v."""
-    (b, _, n, h), (t, s) = use.q.shape, use.lengths
+    (b, t, n, h), wide = use.q.shape, x.of_keys.problem.h
     of_keys, may_be_empty = x.of_keys, x.of_queries.problem.mask.may_be_empty
     if config.fused:
-        total = jax.new_ref(jnp.zeros((b, -(-t // EDGE) * EDGE, n, h), jnp.float32))
+        total = jax.new_ref(jnp.zeros((b, -(-t // EDGE) * EDGE, n, wide), jnp.float32))
         both = of_keys.arrays | {"dq": total}
         dk, dv = _call(Fused, of_keys.problem, both)
-        dq = (total[...] * use.scale).astype(use.q.dtype)
+        dq = (total[...][:, :t, :, :h] * use.scale).astype(use.q.dtype)
         if may_be_empty:  # ignores values added to rows without keys
-            dq = jnp.where(_padded_rows(x.empty, dq), 0, dq)
+            dq = jnp.where(x.empty.swapaxes(1, 2)[..., None], 0, dq)
     else:
         kind = Divided if config.divided else OfKeys
         dk, dv = _call(kind, of_keys.problem, of_keys.arrays)
         (dq,) = _call(OfQueries, x.of_queries.problem, x.of_queries.arrays)
-    dv = dv[:, :s]
     if may_be_empty:
         dv = _with_empty_rows(dv, x.empty, cotangent, use.empty_rows)
-    return {"q": dq[:, :t], "k": dk[:, :s], "v": dv}
+    return {"q": dq, "k": dk, "v": dv}
 
 
 def _of_rows(use: Use, lse: Array, x: Inputs) -> dict[str, Array]:
@@ -241,12 +240,6 @@ def _with_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Arr
     rows = jnp.where(empty.swapaxes(1, 2)[..., None], up.astype(jnp.float32), 0)
     share = (rows.sum(1) / s).reshape(b, 1, heads, n // heads, e).sum(3)
     return (dv.astype(jnp.float32) + share).astype(dv.dtype)
-
-
-def _padded_rows(empty: Array, dq: Array) -> Array:
-    """Returns bool [b, n, t] as [b, rows of dq, n, 1]."""
-    more = dq.shape[1] - empty.shape[2]
-    return jnp.pad(empty.swapaxes(1, 2), ((0, 0), (0, more), (0, 0)))[..., None]
 
 
 def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any = None) -> Any:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper import pallas, panels
 from rewriter.kernels.attention.hopper.backward_config import CHANGES, WEIGHTS
 from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
 
@@ -28,12 +28,12 @@ class OfKeys(Kernel):
     @classmethod
     def copies_first(cls, p: Problem) -> int:
         """Copies of a block's queries, with lse and what is beside it."""
-        return 2 + p.terms.unbounded
+        return super().copies_first(p) + 1 + p.terms.unbounded
 
     @classmethod
-    def copies_second(cls) -> int:
+    def copies_second(cls, p: Problem) -> int:
         """Copies of a block's cotangents, with delta."""
-        return 2
+        return super().copies_second(p) + 1
 
     @classmethod
     def row_memory(cls, p: Problem) -> dict[str, Any]:
@@ -132,30 +132,25 @@ class OfKeys(Kernel):
 
         def products(scores: Any, changes: Any, dk: Any, dv: Any) -> Any:
             dk[...], dv[...] = carry
-            plgpu.wgmma(scores, x["k"].at[mine], x["q"].at[slot].transpose((1, 0)))
-            plgpu.wgmma(changes, x["v"].at[mine], x["g"].at[slot].transpose((1, 0)))
+            panels.add_scores(scores, x["k"].at[mine], x["q"].at[slot])
+            panels.add_scores(changes, x["v"].at[mine], x["g"].at[slot])
             lse = self.across("lse", slot, shape)
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
             found, steep = self.scores(tile, found, j, slot, step, part)
             rest = self.across("rest", slot, shape)
             weights, steep = self.weigh(found, steep, lse, rest)
             change = lax.optimization_barrier(changes[...])
-            plgpu.wgmma(dv, weights.astype(dtype), x["g"].at[slot])
+            panels.add_rows(dv, weights.astype(dtype), x["g"].at[slot])
             change = steep * (change - self.across("delta", slot, shape))
             change = self.only_seen(change, steep, part).astype(dtype)
-            plgpu.wgmma(dk, change, x["q"].at[slot])
+            panels.add_rows(dk, change, x["q"].at[slot])
             made = dk[...], dv[...]
             plgpu.barrier_arrive(x["free"].at[slot])
             return made, change
 
-        return pl.run_scoped(
-            products,
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC((64, p.h), jnp.float32),
-            plgpu.ACC((64, p.e), jnp.float32),
-        )
+        sums = (64, p.h), (64, p.e)
+        return panels.run_scoped(products, (shape, shape), sums, p.by_rows)
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sums of a tile."""
@@ -190,15 +185,16 @@ class Divided(OfKeys):
 
     @classmethod
     def copies(cls, p: Problem) -> int:
-        """Copies of a warpgroup's part of a tile."""
-        del p
-        return 1
+        """Copies of a warpgroup's part of a tile; of both, the larger number."""
+        return max(p.copies)
 
     def copy_tile(self, tile: Tile, w: int) -> None:
         """Copies the resident arrays of a tile over those that are stored already."""
-        name = ("v", "k")[w]
-        at = (tile.b, pl.ds(tile.first, 64), tile.head)
-        self.send(name, at, 0, self.memory["ready"].at[1 - w])
+        name, count = ("v", "k")[w], self.p.copies[1 - w]
+        at, ready = (tile.b, pl.ds(tile.first, 64), tile.head), self.memory["ready"]
+        self.send(name, at, 0, ready.at[1 - w])
+        for _ in range(self.copies(self.p) - count):
+            plgpu.barrier_arrive(ready.at[1 - w])
 
     def compute(self) -> None:
         """Computes this warpgroup's half of every tile."""
@@ -242,7 +238,7 @@ class _Weights(Divided):
 
         def products(scores: Any, dv: Any) -> Any:
             dv[...] = carry
-            plgpu.wgmma(scores, x["k"].at[mine], x["q"].at[slot].transpose((1, 0)))
+            panels.add_scores(scores, x["k"].at[mine], x["q"].at[slot])
             lse = self.across("lse", slot, shape)
             found = lax.optimization_barrier(scores[...])
             found, steep = self.scores(tile, found, j, slot, step, part)
@@ -252,7 +248,7 @@ class _Weights(Divided):
                 (found.astype(dtype), passed.astype(dtype))
             )
             plgpu.barrier_wait(x["second_ready"].at[slot])
-            plgpu.wgmma(dv, weights, x["g"].at[slot])
+            panels.add_rows(dv, weights, x["g"].at[slot])
             plgpu.barrier_wait(x["weights_free"].at[place])
             x["weights"].at[place][...] = passed
             plgpu.commit_smem()
@@ -261,11 +257,7 @@ class _Weights(Divided):
             plgpu.barrier_arrive(x["free"].at[slot])
             return made
 
-        return pl.run_scoped(
-            products,
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC((64, p.e), jnp.float32),
-        )
+        return panels.run_scoped(products, [shape], [(64, p.e)], p.by_rows)
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sum of a tile."""
@@ -295,7 +287,7 @@ class _Changes(Divided):
 
         def products(changes: Any, dk: Any) -> Any:
             dk[...] = carry
-            plgpu.wgmma(changes, x["v"].at[mine], x["g"].at[slot].transpose((1, 0)))
+            panels.add_scores(changes, x["v"].at[mine], x["g"].at[slot])
             delta = self.across("delta", slot, shape)
             change = lax.optimization_barrier(changes[...]) - delta
             plgpu.barrier_wait(x["weights_ready"].at[place])
@@ -304,16 +296,12 @@ class _Changes(Divided):
             weights = weights.astype(jnp.float32)
             change = self.only_seen(weights * change, weights, part)
             plgpu.barrier_wait(x["first_ready"].at[slot])
-            plgpu.wgmma(dk, change.astype(dtype), x["q"].at[slot])
+            panels.add_rows(dk, change.astype(dtype), x["q"].at[slot])
             made = dk[...]
             plgpu.barrier_arrive(x["free"].at[slot])
             return made
 
-        return pl.run_scoped(
-            products,
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC((64, p.h), jnp.float32),
-        )
+        return panels.run_scoped(products, [shape], [(64, p.h)], p.by_rows)
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sum of a tile."""
@@ -387,11 +375,11 @@ class Fused(OfKeys):
 
         def product(total: Any) -> Any:
             for w in range(p.warpgroups):
-                change = x["changes"].at[place, w].transpose((1, 0))
-                plgpu.wgmma(total, change, x["k"].at[w])
+                change = x["changes"].at[place, w]
+                panels.add_rows(total, change, x["k"].at[w], turned=True)
             return total[...]
 
-        total = pl.run_scoped(product, plgpu.ACC((p.block, p.h), jnp.float32))
+        total = panels.run_scoped(product, (), [(p.block, p.h)], p.by_rows)
         plgpu.barrier_arrive(x["changes_free"].at[place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         x["sums"].at[place][...] = total

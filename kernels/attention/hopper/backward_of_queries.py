@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper import pallas, panels
 from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class OfQueries(Kernel):
     @classmethod
     def copies(cls, p: Problem) -> int:
         """Copies of a warpgroup's tiles: two arrays, and their rows' numbers."""
-        return 2 + len(p.numbers)
+        return super().copies(p) + len(p.numbers)
 
     @classmethod
     def row_memory(cls, p: Problem) -> dict[str, Any]:
@@ -107,9 +107,9 @@ class OfQueries(Kernel):
 
         def products(scores: Any, changes: Any, dq: Any) -> Any:
             dq[...] = dq_before
-            plgpu.wgmma(scores, x["q"].at[mine], x["k"].at[slot].transpose((1, 0)))
-            plgpu.wgmma(changes, x["g"].at[mine], x["v"].at[second].transpose((1, 0)))
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            panels.add_scores(scores, x["q"].at[mine], x["k"].at[slot])
+            panels.add_scores(changes, x["g"].at[mine], x["v"].at[second])
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
             found, steep = self.scores(tile, found, j, slot, step, part)
             wide = [pallas.along(x, shape) for x in (lse, *rest)]
@@ -119,17 +119,13 @@ class OfQueries(Kernel):
             change = lax.optimization_barrier(changes[...])
             plgpu.barrier_arrive(x["second_free"].at[second])
             change = weights * (change - pallas.along(delta, shape))
-            plgpu.wgmma(dq, change.astype(dtype), x["k"].at[slot])
+            panels.add_rows(dq, change.astype(dtype), x["k"].at[slot])
             made = dq[...]
             plgpu.barrier_arrive(x["free"].at[slot])
             return made
 
-        made = pl.run_scoped(
-            products,
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC((64, p.h), jnp.float32),
-        )
+        sums = [(64, p.h)]
+        made = panels.run_scoped(products, (shape, shape), sums, p.by_rows)
         return made, lse, delta, *rest
 
     def store(self, tile: Tile, carry: Any) -> None:

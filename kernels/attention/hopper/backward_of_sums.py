@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper import pallas, panels
 from rewriter.kernels.attention.hopper.backward_of_keys import OfKeys
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
 from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
@@ -77,10 +77,10 @@ class OfColumns(_Sums, OfKeys):
             plgpu.barrier_wait(x[name].at[slot])
 
         def products(scores: Any, changes: Any) -> Any:
-            plgpu.wgmma(scores, x["k"].at[mine], x["q"].at[slot].transpose((1, 0)))
-            plgpu.wgmma(changes, x["v"].at[mine], x["g"].at[slot].transpose((1, 0)))
+            panels.add_scores(scores, x["k"].at[mine], x["q"].at[slot])
+            panels.add_scores(changes, x["v"].at[mine], x["g"].at[slot])
             lse = self.across("lse", slot, shape)
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
             found, _ = self.scores(tile, found, j, slot, step, part)
             found = self.weights(found, lse, self.across("rest", slot, shape))
@@ -126,9 +126,9 @@ class OfSlopes(_Sums, OfQueries):
         plgpu.barrier_wait(x["second_ready"].at[second])
 
         def products(scores: Any, changes: Any) -> Any:
-            plgpu.wgmma(scores, x["q"].at[mine], x["k"].at[slot].transpose((1, 0)))
-            plgpu.wgmma(changes, x["g"].at[mine], x["v"].at[second].transpose((1, 0)))
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            panels.add_scores(scores, x["q"].at[mine], x["k"].at[slot])
+            panels.add_scores(changes, x["g"].at[mine], x["v"].at[second])
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
             found, _ = self.scores(tile, found, j, slot, step, part)
             wide = [pallas.along(x, shape) for x in (lse, *rest)]

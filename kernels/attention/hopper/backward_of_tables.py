@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper import pallas, panels
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
 from rewriter.kernels.attention.hopper.backward_tiles import Problem, Tile
 from rewriter.kernels.attention.hopper.blocks import blocks_of
@@ -103,7 +103,8 @@ class OfTables(OfQueries):
             deep = pallas.swizzle(width, p.block)
             made[name] = p.tiles((p.stages, *rows, width), dtype, deep)
         shape = (p.stages, p.warpgroups, 64)
-        copies = p.warpgroups * (2 + len(p.numbers)) + 2 + p.terms.copies(p.warpgroups)
+        copies = p.warpgroups * (sum(p.copies) + len(p.numbers))
+        copies += sum(p.copies) + p.terms.copies(p.warpgroups)
         return made | {
             **{x: plgpu.SMEM(shape, jnp.float32) for x in p.numbers},
             "ready": pallas.barriers(p.stages, copies),
@@ -208,12 +209,12 @@ class OfTables(OfQueries):
 
         def products(scores: Any, changes: Any) -> Any:
             q, g = (x[name].at[slot, mine] for name in self.fixed)
-            k, v = (x[name].at[slot].transpose((1, 0)) for name in self.passing)
-            plgpu.wgmma(scores, q, k)
-            plgpu.wgmma(changes, g, v)
+            k, v = (x[name].at[slot] for name in self.passing)
+            panels.add_scores(scores, q, k)
+            panels.add_scores(changes, g, v)
             numbers = self.numbers(tile, (slot, self.warpgroup))
             lse, delta, *rest = (pallas.along(y, shape) for y in numbers.values())
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
             cut = p.mask.hides or p.mask.s % p.block or tile.length is not None
             part = bool(cut)

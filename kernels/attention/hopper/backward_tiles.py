@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import block_masks, pallas
+from rewriter.kernels.attention.hopper import block_masks, pallas, panels
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
 from rewriter.kernels.attention.hopper.order import Order
@@ -41,7 +41,7 @@ class Problem:
             the first.
         divided: Whether the warpgroups share 64 rows; see `Divided`.
         claimed: Whether blocks of threads claim tiles.
-        by_rows: Whether arrays are copied by rows; see `pallas.tiles_and_rows`.
+        by_rows: Whether arrays are copied by rows; see `panels`.
     """
 
     b: int
@@ -66,7 +66,16 @@ class Problem:
     @property
     def tiles(self) -> Callable[..., Any]:
         """Makes shared memory of tiles."""
-        return pallas.tiles_and_rows if self.by_rows else pallas.tiles
+        return panels.panels if self.by_rows else pallas.tiles
+
+    @property
+    def copies(self) -> tuple[int, int]:
+        """The copies that bring rows of width h, and of width e."""
+        h, e = (
+            panels.copies(x, pallas.swizzle(x, self.block), self.by_rows)
+            for x in (self.h, self.e)
+        )
+        return h, e
 
     @property
     def parts(self) -> int:
@@ -122,7 +131,7 @@ class Kernel(abc.ABC):
     def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
         names = {x: f"{x}_rows" for x in (*self.fixed, *self.passing)}
         self.p, self.given = p, given
-        self.memory = pallas.with_rows(memory, names, p.by_rows)
+        self.memory = panels.with_rows(memory, names, p.by_rows)
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
         self.part = 0 if p.divided else self.warpgroup
 
@@ -142,7 +151,7 @@ class Kernel(abc.ABC):
             "first_ready": pallas.barriers(
                 p.stages, cls.copies_first(p) + p.terms.copies(p.parts)
             ),
-            "second_ready": pallas.barriers(p.values, cls.copies_second()),
+            "second_ready": pallas.barriers(p.values, cls.copies_second(p)),
             "free": pallas.barriers(p.stages, p.warpgroups),
             **cls.row_memory(p),
             **p.terms.scratch(p.stages, p.parts, p.block),
@@ -152,19 +161,17 @@ class Kernel(abc.ABC):
     @classmethod
     def copies(cls, p: Problem) -> int:
         """Copies of a warpgroup's tiles."""
-        del p
-        return 2
+        return sum(p.copies)
 
     @classmethod
     def copies_first(cls, p: Problem) -> int:
         """Copies of a block for its scores, beside `Terms`."""
-        del p
-        return 1
+        return p.copies[0]
 
     @classmethod
-    def copies_second(cls) -> int:
+    def copies_second(cls, p: Problem) -> int:
         """Copies of a block for changes of scores."""
-        return 1
+        return p.copies[1]
 
     @classmethod
     @abc.abstractmethod
@@ -244,8 +251,14 @@ class Kernel(abc.ABC):
 
     def send(self, name: str, at: tuple[Any, ...], to: Any, barrier: Any) -> None:
         """Copies a part of an array to its place in shared memory."""
-        place = self.memory.get(f"{name}_rows", self.memory[name])
-        plgpu.copy_gmem_to_smem(self.given[name].at[at], place.at[to], barrier)
+        if (rows := f"{name}_rows") not in self.memory:
+            place = self.memory[name].at[to]
+            plgpu.copy_gmem_to_smem(self.given[name].at[at], place, barrier)
+            return
+        for source, place in panels.parts(
+            self.given[name], at, self.memory[rows].at[to]
+        ):
+            plgpu.copy_gmem_to_smem(source, place, barrier)
 
     def send_terms(
         self, tile: Tile, n: Any, j: Any, slot: Any, ready: Any = None
@@ -351,10 +364,13 @@ class Kernel(abc.ABC):
 
     def put(self, x: Array, name: str, output: str, tile: Tile) -> None:
         """Writes rows in place of a tile, and from there to the result."""
-        self.memory[name].at[self.part][...] = x.astype(self.given[output].dtype)
+        to = self.given[output]
+        panels.put(self.memory[name].at[self.part], x.astype(to.dtype))
         plgpu.commit_smem()
-        place, rows = self.memory[f"{name}_rows"].at[self.part], pl.ds(tile.mine, 64)
-        plgpu.copy_smem_to_gmem(place, self.given[output].at[tile.b, rows, tile.head])
+        at = (tile.b, pl.ds(tile.mine, 64), tile.head)
+        rows = self.memory[f"{name}_rows"].at[self.part]
+        for target, place in panels.parts(to, at, rows):
+            plgpu.copy_smem_to_gmem(place, target)
 
     def head(self, tile: Tile, step: Any) -> Any:
         """Returns the query head of a step."""

@@ -12,7 +12,6 @@ warpgroups take turns, so that one multiplies while another weighs. Source: Shah
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +22,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.empty import AVERAGED, ZERO
-from rewriter.kernels.attention.hopper import block_masks, pallas
+from rewriter.kernels.attention.hopper import block_masks, pallas, panels
 from rewriter.kernels.attention.hopper.blocks import (
     Mask,
     blocks_ahead,
     blocks_of,
 )
 from rewriter.kernels.attention.hopper.config import (
-    EDGE,
     REGISTERS,
     Tiles,
+    filled,
     result_has_memory,
 )
 from rewriter.kernels.attention.hopper.dtypes import parts
@@ -68,13 +67,24 @@ class _Problem:
     swapped: tuple[str, ...]
     out: jnp.dtype
     parts: int
+    by_rows: bool
+    """Whether arrays are copied by rows; see `Use.by_rows`."""
 
     @property
-    def by_rows(self) -> bool:
-        """Whether copies go by rows: odd lengths then need no padding."""
-        return copied_by_rows(
-            (self.mask.t, self.mask.s), (self.h, self.e), [self.config.block_kv]
-        )
+    def swizzles(self) -> dict[str, int]:
+        """Bytes of a row of the tiles of q, k, v and the result."""
+        width, block = pallas.swizzle(self.h), self.config.block_kv
+        deep, flat = pallas.swizzle(self.e, block), pallas.swizzle(self.e)
+        return {"q": width, "k": width, "v": deep, "o": flat}
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """The copies that bring a block of q, k and v each."""
+        wide = {"q": self.h, "k": self.h, "v": self.e}
+        return {
+            name: panels.copies(x, self.swizzles[name], self.by_rows)
+            for name, x in wide.items()
+        }
 
     @property
     def group(self) -> int:
@@ -170,23 +180,24 @@ def _run(
     """
     b, t, n, _ = use.q.shape
     terms, arrays = terms_of(*use.lengths, **use.extra)
+    h, e = use.widths
+    widths = filled(h), filled(e)
     seen = use.visible(terms.hides, use.empty_rows in AVERAGED and not terms.sinks)
     p = _Problem(
-        b, n, use.k.shape[2], *use.widths, seen, use.scale, use.softcap, config,
+        b, n, use.k.shape[2], *widths, seen, use.scale, use.softcap, config,
         bool(saves), terms, extra_of(use.extra), saves == "split", swapped,
         jnp.dtype(use.out_dtype or use.q.dtype), parts(use.weights),
+        use.by_rows(widths),
     )  # fmt: skip
     made = _call(
         p, use.empty_rows in ZERO and seen.may_be_empty, _named(p, use, arrays)
     )
-    return made[0][:, :t], tuple(x[:, :, :t] for x in made[1:])
+    return made[0], tuple(x[:, :, :t] for x in made[1:])
 
 
 def _named(p: _Problem, use: Use, extra: dict[str, Array]) -> dict[str, Array]:
     """The kernel's arrays by name. `extra` has those of operands beside q, k and v."""
     named = {"q": use.q, "k": use.k, "v": use.v}
-    if not p.by_rows:
-        named = {name: even(x) for name, x in named.items()}
     named |= {name: named[name].swapaxes(1, 2) for name in p.swapped}
     named |= pallas.dealt(p.order) | use.numbers() | extra
     found = block_masks.table(
@@ -195,55 +206,30 @@ def _named(p: _Problem, use: Use, extra: dict[str, Array]) -> dict[str, Array]:
     if found is not None:
         named["reach"] = found
     if p.mask.mean and p.mask.more:
-        named["means"] = use.v.astype(jnp.float32).mean(1)
+        more = p.e - use.v.shape[3]
+        mean = use.v.astype(jnp.float32).mean(1)
+        named["means"] = jnp.pad(mean, ((0, 0), (0, 0), (0, more))) if more else mean
     return named
-
-
-def copied_by_rows(
-    lengths: Sequence[int], widths: Sequence[int], blocks: Sequence[int]
-) -> bool:
-    """Returns whether arrays of some lengths and widths are copied by rows.
-
-    Others are copied by tiles, which begin and end at multiples of `EDGE` rows.
-
-    Args:
-        lengths: Rows of the arrays.
-        widths: Widths of their heads.
-        blocks: Rows of the blocks in shared memory.
-
-    Example:
-        >>> copied_by_rows([577], [64], [128]), copied_by_rows([576], [64], [128])
-        (True, False)
-    """
-    odd = any(x % EDGE for x in lengths)
-    return odd and pallas.are_rows_of_tiles(*widths, blocks=blocks)
-
-
-def even(x: Array) -> Array:
-    """Adds rows up to a multiple of `EDGE`."""
-    more = -x.shape[1] % EDGE
-    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x
 
 
 def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
     config, wgs, stages = p.config, p.config.warpgroups, p.config.stages
-    width, deep = pallas.swizzle(p.h), pallas.swizzle(p.e, config.block_kv)
-    flat, q, terms = pallas.swizzle(p.e), named["q"], p.terms
-    rows = p.mask.t if p.by_rows else -(-p.mask.t // EDGE) * EDGE
-    tiles = pallas.tiles_and_rows if p.by_rows else pallas.tiles
-    out = [jax.ShapeDtypeStruct((p.b, rows, p.n, p.e), p.out)]
-    q_tiles = tiles((wgs, 64, p.h), q.dtype, width)
+    q, terms, swizzles, copies = named["q"], p.terms, p.swizzles, p.copies
+    tiles = panels.panels if p.by_rows else pallas.tiles
+    out = [jax.ShapeDtypeStruct((p.b, p.mask.t, p.n, named["v"].shape[3]), p.out)]
+    q_tiles = tiles((wgs, 64, p.h), q.dtype, swizzles["q"])
     # As many bytes in any dtype: those of q, where they share memory.
-    o_tiles = tiles((wgs, 64, 2 * p.e // p.out.itemsize), p.out, flat)
+    o_tiles = tiles((wgs, 64, 2 * p.e // p.out.itemsize), p.out, swizzles["o"])
     scratch = {
-        "k_tiles": tiles((stages, config.block_kv, p.h), q.dtype, width),
-        "v_tiles": tiles((stages, config.block_kv, p.e), q.dtype, deep),
-        "q_ready": pallas.barriers(wgs),
+        "k_tiles": tiles((stages, config.block_kv, p.h), q.dtype, swizzles["k"]),
+        "v_tiles": tiles((stages, config.block_kv, p.e), q.dtype, swizzles["v"]),
+        "q_ready": pallas.barriers(wgs, copies["q"]),
         "q_free": pallas.barriers(wgs),
         **{
             name: pallas.barriers(stages, arrivals)
             for name, arrivals in (
-                ("k_ready", 1 + terms.copies(wgs)), ("v_ready", 1),
+                ("k_ready", copies["k"] + terms.copies(wgs)),
+                ("v_ready", copies["v"]),
                 ("k_free", wgs), ("v_free", wgs),
             )
         },
@@ -287,7 +273,7 @@ class _Block:
             parts = (shared[:half], shared[half:]) if p.by_rows else shared
             memory["q_tiles"], memory["o_tiles"] = parts
         names = {f"{x}_tiles": f"{x}_rows" for x in "qkvo"}
-        self.named = pallas.with_rows(memory, names, p.by_rows)
+        self.named = panels.with_rows(memory, names, p.by_rows)
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
 
     def run(self) -> None:
@@ -303,10 +289,14 @@ class _Block:
         pallas.over_tiles(order, self.given, self.named, of, copies)
 
     # ------------------------------------------------------------------ copying
-    def source(self, name: str, entry: Any, rows: Any, head: Any) -> Any:
-        """Returns the place of a head's rows."""
-        at = (entry, head, rows) if name in self.p.swapped else (entry, rows, head)
-        return self.given[name].at[at]
+    def send(self, name: str, at: tuple[Any, Any, Any], slot: Any) -> None:
+        """Copies a head's rows: `at` is their batch entry, they, and the head."""
+        entry, rows, head = at
+        x, ready = self.named, self.named[f"{name}_ready"].at[slot]
+        at = (entry, head, rows) if name in self.p.swapped else at
+        place = x[f"{name}_rows"].at[slot]
+        for source, target in panels.parts(self.given[name], at, place):
+            plgpu.copy_gmem_to_smem(source, target, ready)
 
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
@@ -319,10 +309,7 @@ class _Block:
                 keys = pl.ds(first, p.config.block_kv)
                 for name in "kv":
                     plgpu.barrier_wait(x[f"{name}_free"].at[slot])
-                    plgpu.copy_gmem_to_smem(
-                        self.source(name, tile.b, keys, tile.head),
-                        x[f"{name}_rows"].at[slot], x[f"{name}_ready"].at[slot],
-                    )  # fmt: skip
+                    self.send(name, (tile.b, keys, tile.head), slot)
                     if name == "k":
                         self.copy_terms(tile, first, slot)
                 return step + 1
@@ -333,10 +320,7 @@ class _Block:
             for w in range(p.config.warpgroups):
                 plgpu.barrier_wait(x["q_free"].at[w])
                 rows = pl.ds(tile.first + 64 * w, 64)
-                plgpu.copy_gmem_to_smem(
-                    self.source("q", tile.b, rows, tile.n),
-                    x["q_rows"].at[w], x["q_ready"].at[w],
-                )  # fmt: skip
+                self.send("q", (tile.b, rows, tile.n), w)
             return lax.fori_loop(ahead, count, block, step)
 
         self.over_tiles(one, copies=True)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import block_masks, pallas
+from rewriter.kernels.attention.hopper import block_masks, pallas, panels
 from rewriter.kernels.attention.hopper.blocks import blocks_of, inside
 from rewriter.kernels.attention.hopper.dtypes import in_parts
 from rewriter.kernels.attention.hopper.pallas import LOG2E
@@ -186,12 +186,12 @@ class Tile:
     def multiply_keys(self, scores: Any, slot: Any) -> None:
         """Starts the product of this warpgroup's queries with a block's keys."""
         q = self.x["q_tiles"].at[self.block.warpgroup]
-        plgpu.wgmma(scores, q, self.x["k_tiles"].at[slot].transpose((1, 0)))
+        panels.add_scores(scores, q, self.x["k_tiles"].at[slot])
 
     def multiply_values(self, result: Any, weights: Any, slot: Any) -> None:
         """Starts the product of weights, in their parts, with a block's values."""
         for part in weights:
-            plgpu.wgmma(result, part, self.x["v_tiles"].at[slot])
+            panels.add_rows(result, part, self.x["v_tiles"].at[slot])
 
     def rounded(self, weights: Array) -> tuple[Array, ...]:
         """Returns weights as tensor cores take them."""
@@ -244,11 +244,8 @@ class Tile:
             made = made * pallas.along(fade, made.shape)
             return made, higher, sums, self.rounded(new)
 
-        return pl.run_scoped(
-            products,
-            plgpu.ACC(self.shape, jnp.float32),
-            plgpu.ACC((64, self.p.e), jnp.float32),
-        )
+        by_rows, sums = self.p.by_rows, [(64, self.p.e)]
+        return panels.run_scoped(products, [self.shape], sums, by_rows)
 
     def finish(self, i: Any, step: Any, carry: Any) -> Any:
         """Returns (result, maxima, sums) with the i-th block's weights times v."""
@@ -261,7 +258,7 @@ class Tile:
             self.multiply_values(result, weights, slot)
             return result[...]
 
-        out = pl.run_scoped(product, plgpu.ACC(out.shape, jnp.float32))
+        out = panels.run_scoped(product, (), [(64, self.p.e)], self.p.by_rows)
         plgpu.barrier_arrive(self.x["v_free"].at[slot])
         return out, top, total
 
@@ -408,18 +405,19 @@ class Tile:
             mean = self.block.given["means"].at[self.b, self.head]
             mean = pallas.across(pallas.read(mean, pallas.COLUMNS), out.shape)
             out = jnp.where(pallas.along(total, out.shape) == 0.0, mean, out)
-        given, columns = self.block.given, x["o_tiles"].shape[-1]
+        given, place = self.block.given, x["o_tiles"].at[mine]
+        columns = math.prod(place.shape) // 64
         for first in range(0, p.e, columns):  # memory holds half of a wide result
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             piece = out if columns == p.e else out[:, first : first + columns]
-            x["o_tiles"].at[mine][...] = piece.astype(given["out"].dtype)
+            panels.put(place, piece.astype(given["out"].dtype))
             if p.saves and first == 0:
                 self.put_sums(top, total)
             plgpu.commit_smem()
-            place: tuple[Any, ...] = (self.b, pl.ds(self.mine, 64), self.n)
-            if columns != p.e:
-                place = (*place, pl.ds(first, columns))
-            plgpu.copy_smem_to_gmem(x["o_rows"].at[mine], given["out"].at[place])
+            at: tuple[Any, ...] = (self.b, pl.ds(self.mine, 64), self.n)
+            at = at if columns == p.e else (*at, pl.ds(first, columns))
+            for target, rows in panels.parts(given["out"], at, x["o_rows"].at[mine]):
+                plgpu.copy_smem_to_gmem(rows, target)
         for name in p.saved:
             plgpu.copy_smem_to_gmem(
                 x[f"{name}_rows"].at[mine],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -67,58 +67,6 @@ def tiles(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
         width: 128, 64 or 32.
     """
     return plgpu.SMEM(shape, dtype, transforms=transforms(dtype, 8, width))
-
-
-def tiles_and_rows(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
-    """Returns `tiles` in two views: that of products, and one that is copied by rows.
-
-    A copy of tiles of 8 rows wants arrays of a multiple of 8 rows. Rows as wide as a
-    tile lie in memory alike in tiles of 8 and of 1, and those of 1 may end anywhere.
-
-    Args:
-        shape: [..., rows, columns], as many columns as `width` bytes hold.
-        dtype: A 16-bit float, or float32.
-        width: 128, 64 or 32.
-    """
-    by_row = plgpu.SMEM(shape, dtype, transforms=transforms(dtype, 1, width))
-    return plgpu.RefUnion(tiles(shape, dtype, width), by_row)
-
-
-def with_rows(
-    memory: dict[str, Any], names: Mapping[str, str], two: bool
-) -> dict[str, Any]:
-    """Returns memory with both views of some arrays by name.
-
-    Args:
-        memory: References by name.
-        names: Names of some of them, and for each the name of the view that is copied
-            from and to.
-        two: Whether they are of `tiles_and_rows`, and not of `tiles`, whose only view
-            is both.
-    """
-    made = dict(memory)
-    for name, rows in names.items():
-        if rows in memory:  # as a kernel's halves are given it
-            continue
-        views = tuple(memory[name]) if two else (memory[name],)
-        made[name], made[rows] = views[0], views[-1]
-    return made
-
-
-def are_rows_of_tiles(*widths: int, blocks: Sequence[int]) -> bool:
-    """Returns whether heads of these widths are as wide as a tile: 16, 32 or 64.
-
-    Args:
-        *widths: Widths of heads.
-        blocks: Rows of blocks that tensor cores read by columns.
-
-    Example:
-        >>> are_rows_of_tiles(64, blocks=[128]), are_rows_of_tiles(64, blocks=[96])
-        (True, False)
-        >>> are_rows_of_tiles(128, 64, blocks=[128])
-        False
-    """
-    return all(swizzle(x, *blocks) == 2 * x for x in widths)
 
 
 def table_tiles(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -69,9 +69,6 @@ def applied(
         turned: Whether rows are keys and columns are queries.
         slope: Whether to return derivatives.
     """
-    of = dict(function.dtypes)
-    dtypes = [of[name] for name in function.arrays]
-    program = function.value_and_slope if slope else function.value
     shape = plgpu.ShapeDtypeStruct(products.shape, jnp.float32, layout=TILE)
     arrays, starts = list(read.arrays), list(read.starts)
     tables = list(read.tables)
@@ -88,46 +85,73 @@ def applied(
         tables: Any,
     ) -> list[Any]:  # fmt: skip
         del context
-        number = ir.IntegerType.get_signless(32)
-        size, layout = (64, AT_ONCE), products.layout
-        inner = mgpu.FragmentedArray.broadcasted_iota(
-            number, size, 1, layout, is_signed=True
+        inside = Read(arrays, read.uniform, tables, starts)
+        program = function.value_and_slope if slope else function.value
+        return _by_columns(
+            function, program, products, rows, column, inside, most, turned
         )
-        wide = lambda x: x.broadcast_in_dim(size, (0,), layout)
-        rows, first = wide(rows), wide(column) + inner
-        starts, addresses = [wide(x) for x in starts], [_address(x) for x in tables]
-        parts: list[list[Any]] = [[] for _ in range(1 + slope)]
-        positions = None if most is None else (0, most)
-        ranges = [None, positions, positions]
-        same = {3 + i for i, yes in enumerate(read.uniform) if yes}
-        for start in range(0, products.shape[1], AT_ONCE):
-            cut = slice(start, start + AT_ONCE)
-            columns = moved(first, start)
-            at = (columns, rows) if turned else (rows, columns)
-            given = [products[:, cut], *at]
-            for x, dtype in zip(arrays, dtypes, strict=True):
-                given.append(elementwise_gpu.as_dtype(x[:, cut], dtype))
-            for look, address, begin in zip(
-                function.lookups, addresses, starts, strict=True
-            ):
-                place, index = elementwise_gpu.evaluate(
-                    look.place, given, ranges, same
-                )
-                found = elementwise_gpu.looked_up(
-                    address, begin + place, of[look.table]
-                )
-                given += elementwise_gpu.evaluate(look.found, [found, index])
-            made = elementwise_gpu.evaluate(program, given, ranges, same)
-            for part, x in zip(parts, made, strict=True):
-                part.append(x.registers)
-        return [
-            mgpu.FragmentedArray(
-                _registers=np.concatenate(part, axis=1), _layout=layout, _is_signed=None
-            )
-            for part in parts
-        ]
 
     return tuple(emit(products, rows, column, arrays, starts, tables))
+
+
+def _by_columns(
+    function: Function, program: Any, products: Any, rows: Any, column: Any, read: Read,
+    most: int | None, turned: bool,
+) -> list[Any]:  # fmt: skip
+    """Emits a program of a function, for some columns after the others.
+
+    Arguments are those of `applied`. What is in registers is a fragmented array.
+    """
+    number = ir.IntegerType.get_signless(32)
+    size, layout = (64, AT_ONCE), products.layout
+    inner = mgpu.FragmentedArray.broadcasted_iota(
+        number, size, 1, layout, is_signed=True
+    )
+    wide = lambda x: x.broadcast_in_dim(size, (0,), layout)
+    rows, first = wide(rows), wide(column) + inner
+    starts = [wide(x) for x in read.starts]
+    tables = list(zip(map(_address, read.tables), starts, strict=True))
+    dtypes = [dict(function.dtypes)[name] for name in function.arrays]
+    positions = None if most is None else (0, most)
+    ranges = [None, positions, positions]
+    same = {3 + i for i, yes in enumerate(read.uniform) if yes}
+    made = []
+    for start in range(0, products.shape[1], AT_ONCE):
+        cut = slice(start, start + AT_ONCE)
+        columns = moved(first, start)
+        at = (columns, rows) if turned else (rows, columns)
+        given = [products[:, cut], *at]
+        for x, dtype in zip(read.arrays, dtypes, strict=True):
+            given.append(elementwise_gpu.as_dtype(x[:, cut], dtype))
+        given = _with_lookups(function, given, tables, ranges, same)
+        made.append(elementwise_gpu.evaluate(program, given, ranges, same))
+    registers = [[x.registers for x in parts] for parts in zip(*made, strict=True)]
+    return [
+        mgpu.FragmentedArray(
+            _registers=np.concatenate(x, axis=1), _layout=layout, _is_signed=None
+        )
+        for x in registers
+    ]
+
+
+def _with_lookups(
+    function: Function, given: list[Any], tables: list[Any], ranges: Any, same: Any
+) -> list[Any]:
+    """Returns what is given, and what each lookup finds there.
+
+    Args:
+        function: The function.
+        given: Products, rows, columns and arrays.
+        tables: For each lookup the address of its numbers, and where its table starts.
+        ranges: For each of what is given the range of its numbers, if it is known.
+        same: The indices of those whose numbers are all the same.
+    """
+    given, dtypes = list(given), dict(function.dtypes)
+    for look, (address, begin) in zip(function.lookups, tables, strict=True):
+        place, index = elementwise_gpu.evaluate(look.place, given, ranges, same)
+        found = elementwise_gpu.looked_up(address, begin + place, dtypes[look.table])
+        given += elementwise_gpu.evaluate(look.found, [found, index])
+    return given
 
 
 def _address(memory: Any) -> Any:

@@ -21,20 +21,21 @@ from rewriter.kernels.attention.hopper.backward_config import (
     first_fitting_backward,
     fits_backward_widths,
 )
-from rewriter.kernels.attention.hopper.config import filled
+from rewriter.kernels.attention.hopper.config import filled_backward
 from rewriter.kernels.attention.hopper.extra_operands import extra_of
 from rewriter.kernels.attention.hopper.functions import Function, function_of
 from rewriter.kernels.attention.hopper.hoisting import hoisted
 from rewriter.kernels.attention.hopper.time_model import estimate as of_attention
 from rewriter.kernels.attention.hopper.time_model import modelled as as_measured
 from rewriter.kernels.attention.op import SCORED
-from rewriter.kernels.attention.scored_form import OWN, TABLES, as_attention
+from rewriter.kernels.attention.scored_form import ARRAYS, OWN, TABLES, as_attention
 from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.attention.xla.scored import TOO_MANY
 from rewriter.kernels.shared.hopper import by_estimate, processors
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.ops.kernel import Space, Speed
+from rewriter.ops.score import SOFTMAX
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ def supports(spec: Spec) -> Verdict:
     if spec.param("empty_rows") in PASSES:
         text = "gradients pass through rows without keys to the function"
         verdict = all_of(verdict, no("empty_rows", text))
+    if spec.param("normalisation") != SOFTMAX:
+        text = "the weights are no softmax, which this kernel takes of all functions"
+        verdict = all_of(verdict, no("weights", text))
     function = _function(spec)
     if not verdict.ok or function is None:
         return verdict
@@ -119,7 +123,8 @@ def as_applied(spec: Spec) -> Spec:
 def _given(given: Mapping[str, Any]) -> dict[str, Any]:
     """Operands and parameters with what the kernel reads as ``read``."""
     read = {n: x for n, x in given.items() if n in OWN}
-    rest = {n: x for n, x in given.items() if n not in OWN}
+    softmax = {"normalisation", "divisor"}  # it has no others
+    rest = {n: x for n, x in given.items() if n not in OWN | softmax}
     if given.get("score") is None:
         return rest
     t, s = given["q"].shape[1], given["k"].shape[1]
@@ -139,7 +144,7 @@ def backward(**given: Any) -> dict[str, Array]:
     Compilers drop gradients that nobody asks for.
     """
     as_written = {n: x for n, x in given.items() if n not in ("config", PARAM)}
-    sizes = [filled(given[x].shape[3]) for x in "qv"]
+    sizes = [filled_backward(given[x].shape[3]) for x in "qv"]
     applied = _given(given)
     extra = extra_of(hopper.flat(applied))
     config = given.get("config") or first_fitting_backward(*sizes, extra)
@@ -190,7 +195,19 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         both = passes != "forward"
         each = function.cost(False) + (2 * function.cost(True) if both else 0)
         own += _scores(spec) * each / (RATE * processors(device))
+    if passes != "forward" and _reads_pairs(spec):
+        own += of_xla(plain, device, passes)  # it computes that array's cotangent
     return {"xla": of_xla(plain, device, passes), "hopper": own}
+
+
+def _reads_pairs(spec: Spec) -> bool:
+    """Whether the function reads a float for each query and key from an array."""
+    return any(
+        name in ARRAYS
+        and jnp.issubdtype(spec.dtype(name), jnp.floating)
+        and min(shape[2:]) > 1
+        for name, shape in spec.shapes
+    )
 
 
 def _scores(spec: Spec) -> float:
@@ -230,9 +247,7 @@ def backward_configs(spec: Spec, device: Device) -> list[hopper.BackwardTiles]:
     return hopper.backward_configs(as_applied(spec), device)
 
 
-def fits_backward(
-    config: hopper.BackwardTiles, spec: Spec, device: Device
-) -> Verdict:
+def fits_backward(config: hopper.BackwardTiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config of the backward can run."""
     return hopper.fits_backward(config, as_applied(spec), device)
 

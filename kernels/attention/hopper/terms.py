@@ -296,8 +296,34 @@ def terms_of(
         score: A function of scores.
         **read: What it reads: arrays [b|1, n|1, t|1, s|1], and tables [b|1, n|1, r].
     """
+    arrays, hiding, adding = _added(t, s, bias, mask)
+    if q_segments is not None and kv_segments is not None:
+        for name, x in (("row_segments", q_segments), ("column_segments", kv_segments)):
+            arrays[name] = x.astype(jnp.int32)[:, None]
+    parts = tuple((name, _part(name, x)) for name, x in arrays.items())
+    parts += tuple((name, _read_part(name, x)) for name, x in read.items())
+    arrays |= {name: _as_read(x, dict(parts)[name].form) for name, x in read.items()}
+    arrays = {name: _whole(x, dict(parts)[name].form) for name, x in arrays.items()}
+    for name, x in (("slopes", alibi), ("sinks", sinks)):
+        if x is not None:
+            arrays[name] = x.astype(jnp.float32)
+    terms = Terms(
+        parts,
+        alibi is not None,
+        sinks is not None,
+        hiding,
+        adding,
+        function_of(score, read),
+    )  # fmt: skip
+    return terms, arrays
+
+
+def _added(
+    t: int, s: int, bias: Array | None, mask: Array | None
+) -> tuple[dict[str, Array], frozenset[str], frozenset[str]]:
+    """A bias and a mask as arrays by name, the names that hide keys, and that add."""
     arrays: dict[str, Array] = {}
-    hiding, adding = set(), set()
+    hiding, adding = set[str](), set[str]()
     for name, x in (("bias", bias), ("mask", mask)):
         if x is None:
             continue
@@ -317,25 +343,7 @@ def terms_of(
             hiding.add(thin)
             shown = jnp.where(line, arrays.get(thin, jnp.inf), -jnp.inf)
             arrays[thin] = shown.astype(jnp.float32)
-    if q_segments is not None and kv_segments is not None:
-        for name, x in (("row_segments", q_segments), ("column_segments", kv_segments)):
-            arrays[name] = x.astype(jnp.int32)[:, None]
-    parts = tuple((name, _part(name, x)) for name, x in arrays.items())
-    parts += tuple((name, _read_part(name, x)) for name, x in read.items())
-    arrays |= {name: _as_read(x, dict(parts)[name].form) for name, x in read.items()}
-    arrays = {name: _whole(x, dict(parts)[name].form) for name, x in arrays.items()}
-    for name, x in (("slopes", alibi), ("sinks", sinks)):
-        if x is not None:
-            arrays[name] = x.astype(jnp.float32)
-    terms = Terms(
-        parts,
-        alibi is not None,
-        sinks is not None,
-        frozenset(hiding),
-        frozenset(adding),
-        function_of(score, read),
-    )  # fmt: skip
-    return terms, arrays
+    return arrays, frozenset(hiding), frozenset(adding)
 
 
 def _read_part(name: str, x: Array) -> Part:

@@ -15,7 +15,6 @@ from rewriter.kernels.attention.estimate import (
     copies,
     least,
     looped,
-    made_even,
     of_xla,
     share,
     widened,
@@ -24,7 +23,12 @@ from rewriter.kernels.attention.hopper.backward_config import (
     backward_default,
     fits_backward,
 )
-from rewriter.kernels.attention.hopper.config import BY_ROWS, EDGE, STEP, filled
+from rewriter.kernels.attention.hopper.config import (
+    COPIED,
+    STEP,
+    filled,
+    sees_unevenly,
+)
 from rewriter.kernels.attention.hopper.dtypes import parts
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import processors
@@ -35,9 +39,14 @@ from rewriter.support.verdict import YES, Verdict, no
 
 MIB = 1 << 20
 
-OWN, TILE = 0.99, 128
-"""The assumed share of cuDNN's rate that our Hopper kernel reaches, and the number of
-queries of a head that it multiplies at once."""
+OWN = {"forward": 1.03, "forward_and_vjp": 0.98}
+OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
+"""Our rate as a share of cuDNN's, and the same under causal masks and windows. On an
+H100 it was 1.04 and 0.97 with all keys, 1.06 to 1.16 and 1.05 to 1.20 under such masks
+(``tests/bench/results/choices_h100.json``)."""
+
+TILE = 128
+"""Queries of a head that are multiplied at once."""
 
 STREAMING = frozenset({"q", "k", "v", "kv_lengths", "offset"})
 """Operands of decoding for which this kernel was measured."""
@@ -104,21 +113,13 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
     flops = widened(spec, passes, STEP) * -(-t // TILE) * TILE / max(t, 1)
     if parts(spec.param(PARAM)) > 1:  # v is multiplied twice in the forward
         flops += widened(spec, "forward", STEP) / 2
-    reached = OWN * share(passes, filled(h))
+    own = OWN_UNEVEN if sees_unevenly(spec) else OWN
+    reached = own[passes] * share(passes, filled(h))
     made = seconds(device, flops, 0.0, compute=reached, launches=8 if both else 3)
     made = max(made, least(spec, device, passes))
     made *= CAPPED if spec.param("softcap") is not None else 1.0
-    made += copies(device, max(_made_wider(spec, both), _made_whole(spec, both)))
+    made += copies(device, _made_wider(spec, both))
     return _with_gradients(spec, device, made) if both else made
-
-
-def _made_whole(spec: Spec, both: bool) -> float:
-    """Returns bytes of the copies that fill the last tile of our kernel.
-
-    Heads as wide as a tile are copied row by row, and need none.
-    """
-    narrow = all(spec.shape(name)[3] in BY_ROWS for name in "qv")
-    return 0.0 if narrow else made_even(spec, both, EDGE)
 
 
 def _made_wider(spec: Spec, both: bool) -> float:
@@ -128,7 +129,7 @@ def _made_wider(spec: Spec, both: bool) -> float:
     the result and its cotangent are padded, and three results sliced.
     """
     (b, t, n, h), (_, s, heads, e) = spec.shape("q"), spec.shape("v")
-    wide, wide_values = (x + filled(x) if filled(x) > x else 0 for x in (h, e))
+    wide, wide_values = (2 * x + -x % COPIED if x % COPIED else 0 for x in (h, e))
     times, results = (2, 3) if both else (1, 1)
     queries, keys = b * t * n, b * s * heads
     numbers = times * (queries + keys) * wide

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.hopper.blocks import Mask
+from rewriter.kernels.attention.hopper.config import EDGE
 
 if TYPE_CHECKING:
     from jax import Array
@@ -81,6 +82,17 @@ class Use:
         """The widths of heads of q and of v."""
         return self.q.shape[3], self.v.shape[3]
 
+    def by_rows(self, widths: tuple[int, int]) -> bool:
+        """Whether arrays are copied by rows; see `panels`.
+
+        Others are copied by tiles, which begin and end at multiples of `EDGE` rows, and
+        hold no columns beside theirs.
+
+        Args:
+            widths: The widths of heads of q and of v that kernels read.
+        """
+        return any(x % EDGE for x in self.lengths) or widths != self.widths
+
     @property
     def extra(self) -> dict[str, Any]:
         """What is present of `EXTRA`, and what a function reads, by name."""
@@ -130,4 +142,3 @@ class Use:
             s, t, right, left, -self.shift, offsets=self.offset is not None,
             more=hides, prefixes=self.prefix is not None,
         )  # fmt: skip
-

@@ -87,15 +87,31 @@ def attend(
     numbers |= {} if table is None else {"table": table}
     parts, lse = pieces(p, _by_pair(p, use.q), ends, use.k, use.v, numbers)
     zero = use.empty_rows in ZERO and seen.may_be_empty
-    return merged(p, ends, parts, lse, zero, jnp.dtype(use.out_dtype or use.q.dtype))
+    made = merged(p, ends, parts, lse, zero, jnp.dtype(use.out_dtype or use.q.dtype))
+    made = made.reshape(p.b, p.heads, p.mask.t, p.group, p.e)
+    return _transposed(made, [0, 2, 1, 3, 4]).reshape(b, p.mask.t, n, e)
 
 
 def _by_pair(p: Problem, q: Array) -> Array:
-    """Returns the queries of each pair, [b * heads, rows, h], padded with zeros."""
-    t, more = p.mask.t, p.rows - p.mask.t * p.group
-    x = q.reshape(p.b, t, p.heads, p.group, p.h)
-    x = x.transpose(0, 2, 1, 3, 4).reshape(p.b * p.heads, t * p.group, p.h)
+    """Returns the queries, [b, heads * t * group, h], those of each pair together.
+
+    The kernel reads some of the next pair's behind them, whose results are not used.
+    So rows are added only if there are fewer than it reads at a time. Nothing moves for
+    one position, or where a program has its queries in this order.
+    """
+    x = q.reshape(p.b, p.mask.t, p.heads, p.group, p.h)
+    x = _transposed(x, [0, 2, 1, 3, 4]).reshape(p.b, p.heads * p.queries, p.h)
+    more = max(0, p.rows - x.shape[1])
     return jnp.pad(x, ((0, 0), (0, more), (0, 0))) if more else x
+
+
+def _transposed(x: Array, order: list[int]) -> Array:
+    """Transposes without axes of size 1, between which XLA cancels no transposes."""
+    kept = [i for i in order if x.shape[i] != 1]
+    place = {axis: i for i, axis in enumerate(sorted(kept))}
+    made = x.reshape([x.shape[i] for i in sorted(kept)])
+    made = made.transpose([place[i] for i in kept])
+    return made.reshape([x.shape[i] for i in order])
 
 
 def of_mask(p: Problem, mask: Array, numbers: dict[str, Array]) -> dict[str, Array]:

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper import pallas, panels
 from rewriter.kernels.attention.hopper.dtypes import in_parts
 from rewriter.kernels.attention.hopper_decode.config import (
     QUERIES,
@@ -50,7 +50,7 @@ def pieces(
 
     Args:
         p: The problem.
-        q: [b * heads, rows, h], the queries of each pair.
+        q: [b, heads * queries, h], or more rows: the queries of each pair.
         ends: int32 [b], as `WorkQueue` has it.
         k: Keys, laid out by `p.pages`; positions are a multiple of eight.
         v: Values.
@@ -74,12 +74,12 @@ def pieces(
     queries = ROWS + (QUERIES * readers - 1) * p.rows
     blocks = (readers, stages, config.block_kv)
     scratch = {
-        "q_tiles": pallas.tiles((queries, p.h), q.dtype, flat),
+        "queries": panels.panels((queries, p.h), q.dtype, flat),
         "k_tiles": pallas.tiles((*blocks, p.h), q.dtype, flat),
         "v_tiles": pallas.tiles((*blocks, p.e), q.dtype, deep),
         "o_tiles": _float_tiles((readers, STORED, ROWS, wide)),
         "lse_rows": plgpu.SMEM((readers, ROWS), jnp.float32),
-        "q_ready": pallas.barriers(readers * QUERIES),
+        "q_ready": pallas.barriers(readers * QUERIES, panels.copies(p.h, flat, True)),
         "q_free": pallas.barriers(readers * QUERIES),
         **{
             name: pallas.barriers(readers * stages, arrivals)
@@ -138,7 +138,8 @@ class _Reader:
     """The work of two warpgroups, one that copies and one that computes."""
 
     def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
-        self.p, self.given, self.x = p, given, memory
+        views = dict(zip(("q_tiles", "q_rows"), memory["queries"], strict=True))
+        self.p, self.given, self.x = p, given, memory | views
         readers = p.config.readers
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
         self.own = lax.rem(self.warpgroup, jnp.int32(readers))
@@ -209,10 +210,10 @@ class _Reader:
         def one(piece: _Piece, step: Any) -> None:
             first, place = self.queries(piece.turn)
             plgpu.barrier_wait(x["q_free"].at[place])
-            plgpu.copy_gmem_to_smem(
-                self.given["q"].at[piece.sequence * p.heads + piece.head],
-                x["q_tiles"].at[pl.ds(first, p.rows)], x["q_ready"].at[place],
-            )  # fmt: skip
+            at = piece.sequence, pl.ds(piece.head * p.queries, p.rows)
+            rows = x["q_rows"].at[:, pl.ds(first, p.rows)]
+            for source, target in panels.parts(self.given["q"], at, rows):
+                plgpu.copy_gmem_to_smem(source, target, x["q_ready"].at[place])
 
             def block(i: Any, _: Any) -> None:
                 slot, place = self.slot(step + i - piece.start)
@@ -277,7 +278,7 @@ class _Reader:
             if p.averages:
                 rows = self.given["empty_rows"].at[piece.sequence]
                 piece = replace(piece, empty=pallas.read(rows, pallas.ROWS))
-            made = self.over_blocks(piece, x["q_tiles"].at[pl.ds(first, ROWS)], step)
+            made = self.over_blocks(piece, first, step)
             plgpu.barrier_arrive(x["q_free"].at[place])
             self.store(piece, *made)
 
@@ -285,7 +286,7 @@ class _Reader:
         plgpu.wait_smem_to_gmem(0)
 
     def over_blocks(self, piece: _Piece, q: Any, step: Any) -> Any:
-        """Returns (result, maxima, sums) of a piece's blocks."""
+        """Returns (result, maxima, sums) of a piece's blocks; q is its first row."""
         r, p = piece.range, self.p
         carry = (
             pallas.zeros((ROWS, p.e)), pallas.zeros((ROWS,), -jnp.inf),
@@ -313,8 +314,11 @@ class _Reader:
         plgpu.barrier_wait(x["k_ready"].at[place])
 
         def scored(scores: Any) -> Any:
-            keys = x["k_tiles"].at[self.own, slot]
-            plgpu.wgmma(scores, q, keys.transpose((1, 0)))
+            count, _, each = x["q_tiles"].shape
+            for i in range(count):
+                keys = x["k_tiles"].at[self.own, slot, :, pl.ds(i * each, each)]
+                rows = x["q_tiles"].at[i, pl.ds(q, ROWS)]
+                plgpu.wgmma(scores, rows, keys.transpose((1, 0)))
             return scores[...]
 
         shape = (ROWS, p.config.block_kv)

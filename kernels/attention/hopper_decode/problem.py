@@ -56,6 +56,11 @@ class Problem:
         return self.n // self.heads
 
     @property
+    def queries(self) -> int:
+        """Queries of a pair."""
+        return self.mask.t * self.group
+
+    @property
     def rows(self) -> int:
         """Rows of a key head's queries, in eights."""
         return rows_of(self.mask.t, self.group)

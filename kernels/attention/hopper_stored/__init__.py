@@ -26,7 +26,7 @@ from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
-from rewriter.kernels.shared.rounding import SIXTEEN, in_float32
+from rewriter.kernels.shared.rounding import SIXTEEN, InFloat32, in_float32
 from rewriter.ops.estimate import seconds
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import EIGHT_BITS
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from jax import Array
 
+    from rewriter.kernels.quantized_dot.few_rows.kernel import Use
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -145,12 +146,9 @@ def forward(
         **rest: Parameters that supported uses leave at their defaults.
     """
     from rewriter.kernels.attention.hopper_stored.kernel import Problem, attention
-    from rewriter.kernels.quantized_dot.few_rows.config import Tiles as OfDot
-    from rewriter.kernels.quantized_dot.few_rows.kernel import Use
-    from rewriter.kernels.quantized_dot.few_rows.registers import Steps
 
     del rest
-    (b, t, n, h), (_, s, heads, _), e = q.shape, k.shape, v.shape[3]
+    (b, t, n, _), (_, s, heads, e) = q.shape, v.shape
     group = n // heads
     rows, queries = t * group, -(-t * group // 8) * 8
     given: dict[str, Any] = {"q": _by_pair(q, heads, queries)}
@@ -163,20 +161,13 @@ def forward(
     uses, factors = {}, []
     for name, widen, x, own in (("k", widen_k, k, k_scale), ("v", widen_v, v, v_scale)):
         behind = widen == BEHIND
-        how = in_float32("bfloat16" if behind else widen, q.dtype.name, x.dtype.name)
-        how = in_float32(q.dtype.name, q.dtype.name) if behind else how
-        assert how is not None
+        how = _steps(widen, q.dtype.name, x.dtype.name)
+        uses[name] = _use(name, how, q.dtype.name, x)
         if own is not None:
             dtype = "float32" if behind else dict(how.dtypes)["scale"]
             wide = jnp.broadcast_to(own.astype(dtype), (b, s, heads, 1))
             given[f"{name}_scale"] = wide[..., 0].swapaxes(1, 2).reshape(b * heads, s)
             factors += [name] if behind else []
-        steps = tuple((sign, 0 if w == "scale" else w) for sign, w in how.steps)
-        kinds = Steps(steps, tuple(d for _, d in how.dtypes), q.dtype.name)
-        tiles = OfDot(KEYS, h) if name == "k" else OfDot(e, KEYS)
-        uses[name] = Use(
-            kinds, (), x.dtype.name, "float32", tiles, name == "k", name == "v"
-        )
     out = out_dtype or q.dtype.name
     p = Problem(
         heads, rows, scale, empty_rows in ZERO, axes, uses["k"], uses["v"],
@@ -184,6 +175,31 @@ def forward(
     )  # fmt: skip
     made = attention(p, given).reshape(b, heads, t, group, e)
     return made.transpose(0, 2, 1, 3, 4).reshape(b, t, n, e)
+
+
+def _steps(widen: str, dtype: str, kind: str) -> InFloat32:
+    """The steps that numbers go through before they meet queries of a dtype."""
+    if widen == BEHIND:
+        how = in_float32(dtype, dtype)
+    else:
+        how = in_float32(widen, dtype, kind)
+    assert how is not None
+    return how
+
+
+def _use(name: str, how: InFloat32, dtype: str, numbers: Array) -> Use:
+    """How the kernel of few rows would widen keys or values for queries of a dtype."""
+    from rewriter.kernels.quantized_dot.few_rows.config import Tiles as OfDot
+    from rewriter.kernels.quantized_dot.few_rows.kernel import Use
+    from rewriter.kernels.quantized_dot.few_rows.registers import Steps
+
+    steps = tuple((sign, 0 if w == "scale" else w) for sign, w in how.steps)
+    kinds = Steps(steps, tuple(d for _, d in how.dtypes), dtype)
+    wide, of_keys = numbers.shape[3], name == "k"
+    tiles = OfDot(KEYS, wide) if of_keys else OfDot(wide, KEYS)
+    return Use(
+        kinds, (), numbers.dtype.name, "float32", tiles, of_keys, not of_keys
+    )  # fmt: skip
 
 
 def _by_pair(q: Array, heads: int, count: int) -> Array:

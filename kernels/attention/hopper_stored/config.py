@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.shared.hopper import BUSY, SHARED_MEMORY, processors
+from rewriter.kernels.shared.hopper import (
+    BUSY,
+    SHARED_MEMORY,
+    processors,
+    with_stages,
+)
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -68,21 +73,11 @@ def default(spec: Spec, device: Device) -> Tiles:
     if min(count // pairs, blocks) >= MANY:
         count, splits = int(count * BUSY), 3
     parts = max(1, min(count // pairs, blocks) // splits)
-    return _with_stages(Tiles(4, 2, splits, parts), spec)
+    return with_stages(Tiles(4, 2, splits, parts), spec)
 
 
 MANY = 8
 """Blocks of threads of the same queries from which on clusters add up first."""
-
-
-def _with_stages(config: Tiles, spec: Spec) -> Tiles:
-    """The config with as many of its stages as fit."""
-    for stages in range(config.stages, 0, -1):
-        made = replace(config, stages=stages)
-        fit = made.shared_memory(spec) <= SHARED_MEMORY
-        if stages % config.turns == 0 and fit:
-            return made
-    return replace(config, stages=config.turns)
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
@@ -93,7 +88,7 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
         {"turns": 4}, {"turns": 4, "stages": 8}, {"turns": 3, "stages": 9},
         {"splits": 1, "parts": 1}, {"parts": 2 * own.parts}, {"splits": 2},
     ):  # fmt: skip
-        found.append(_with_stages(replace(own, **change), spec))
+        found.append(with_stages(replace(own, **change), spec))
     return list(dict.fromkeys(found))
 
 

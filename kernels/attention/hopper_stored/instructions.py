@@ -7,6 +7,8 @@ behind it, as lane ``4 q + t`` of warp w.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 from jax import numpy as jnp
@@ -23,7 +25,13 @@ from rewriter.kernels.quantized_dot.few_rows.threads import (
     number,
     pointer,
 )
-from rewriter.kernels.quantized_dot.few_rows.totals import load_four, store_row
+from rewriter.kernels.quantized_dot.few_rows.totals import (
+    Four,
+    Fours,
+    in_block,
+    load_four,
+    store_four,
+)
 from rewriter.kernels.shared import pallas_gpu
 
 TILE = pallas_gpu.ACCUMULATOR
@@ -46,7 +54,7 @@ def over_keys(x: Any, scratch: Any, verb: str) -> Any:
     def run(context: Any, x: Any, scratch: Any) -> Any:
         del context
         name = "max.NaN.f32" if verb == "max" else "add.rn.f32"
-        both = lambda a, b: emit(f"{name} $0, $1, $2;", [a, b], f32())
+        both = functools.partial(_float32, name)
         thread, base = Thread(), address(scratch)
         mine = emit("mad.lo.u32 $0, $1, 8, $2;", [thread.row_of_lane, base])
         text = f"mad.lo.u32 $0, $1, {4 * shape[1]}, $2;"
@@ -167,7 +175,7 @@ def combine(
         zero: Whether queries without keys are 0, and not NaN.
     """
     rows, dtype = out.shape[0], jnp.dtype(out.dtype).name
-    warpgroups, queries, wide = partial.shape
+    shape = warpgroups, _, wide = partial.shape
     plain = plgpu.RefType()
     more = [] if lse is None else [lse]
 
@@ -175,76 +183,108 @@ def combine(
     def run(context: Any, partial: Any, stats: Any, out: Any, more: Any) -> None:
         del context
         stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
-        thread = emit("mov.u32 $0, %tid.x;", [], effects=True)
-        rank = emit("mov.u32 $0, %cluster_ctarank;", [], effects=True)
-        threads, every = 128 * (warpgroups + 1), rows * wide // 4
-        quads = -(-every // splits)
+        walk = Fours.of(rows, wide, warpgroups + 1, splits)
         bases = [
-            [
-                emit(f"mapa.shared::cluster.u32 $0, $1, {r};", [address(x)])
-                for x in (partial, stats)
-            ]
-            for r in range(splits)
+            [in_block(address(x), rank) for x in (partial, stats)]
+            for rank in range(splits)
         ]
-        two = lambda name, a, b: emit(f"{name} $0, $1, $2;", [a, b], f32())
-        for turn in range(-(-quads // threads)):
-            text = "{ .reg .b32 x; add.u32 x, $1, " + (
-                f"{turn * threads}; min.u32 x, x, {quads - 1};"
-                f" mad.lo.u32 x, $2, {quads}, x; min.u32 $0, x, {every - 1}; }}"
-            )
-            place = emit(text, [thread, rank])
-            row = emit(f"div.u32 $0, $1, {wide // 4};", [place])
-            quad = emit(f"rem.u32 $0, $1, {wide // 4};", [place])
-            found = []
-            for base, own in bases:
-                at = emit("mad.lo.u32 $0, $1, 4, $2;", [row, own])
-                first = emit("mad.lo.u32 $0, $1, 16, $2;", [place, base])
-                for w in range(warpgroups):
-                    top, total = (
-                        emit(
-                            f"ld.shared::cluster.f32 $0, [$1+{4 * queries * i}];",
-                            [at], f32(), effects=True,
-                        )
-                        for i in (2 * w, 2 * w + 1)
-                    )  # fmt: skip
-                    found.append((top, total, first, 4 * w * queries * wide))
-            highest = found[0][0]
-            for top, *_ in found[1:]:
-                highest = two("max.NaN.f32", highest, top)
-            total, sums = None, None
-            for top, mine, first, offset in found:
-                fade = emit(
-                    "{ .reg .f32 x; sub.rn.f32 x, $1, $2; ex2.approx.ftz.f32 $0, x; }",
-                    [top, highest], f32(),
-                )  # fmt: skip
-                mine = two("mul.rn.f32", mine, fade)
-                parts = [two("mul.rn.f32", x, fade) for x in load_four(first, offset)]
-                total = mine if total is None else two("add.rn.f32", total, mine)
-                sums = parts if sums is None else [
-                    two("add.rn.f32", a, b) for a, b in zip(sums, parts, strict=True)
-                ]  # fmt: skip
-            made = [two("div.rn.f32", x, total) for x in sums]
+        for four in walk.turns():
+            parts = _parts(bases, four, shape)
+            highest, total, made = _combined(parts)
             if zero:
                 text = (
                     "{ .reg .pred none; setp.eq.f32 none, $2, 0fFF800000;"
                     " selp.f32 $0, 0f00000000, $1, none; }"
                 )
                 made = [emit(text, [x, highest], f32()) for x in made]
-            last = turn == -(-quads // threads) - 1
-            limit = quads - turn * threads if last else threads
-            store_row(out, dtype, stride, row, quad, made, thread, limit, rows)
+            store_four(out, dtype, stride, four, made, rows)
             for target in more:
-                text = (
-                    "{ .reg .pred first, none; .reg .f32 x; .reg .b64 a;\n"
-                    "setp.eq.u32 first, $1, 0; lg2.approx.f32 x, $2;"
-                    " add.rn.f32 x, x, $3; mad.wide.u32 a, $0, 4, $4;\n"
-                    "setp.eq.f32 none, $3, 0fFF800000; selp.f32 x, $3, x, none;\n"
-                    "@first st.global.f32 [a], x; }"
-                )
-                given = [row, quad, total, highest, pointer(target)]
-                _do(text, given, "r,r,f,f,l,~{memory}")
+                _store_logarithm(target, four, total, highest)
 
     run(partial, stats, out, more)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one warpgroup found for a query.
+
+    Attributes:
+        highest: Its maximum, in units of log(2).
+        total: Its sum of weights.
+        place: The address of its block's partial results for some columns.
+        offset: Bytes from there to its own.
+    """
+
+    highest: Any
+    total: Any
+    place: Any
+    offset: int
+
+
+def _parts(
+    bases: list[list[Any]], four: Four, shape: tuple[int, int, int]
+) -> list[_Part]:
+    """Reads what all warpgroups of all blocks found for four columns of a row.
+
+    Args:
+        bases: For each block the addresses of its partial results and of its stats.
+        four: The columns.
+        shape: That of a block's partial results.
+    """
+    found = []
+    warpgroups, queries, wide = shape
+    for base, own in bases:
+        at = emit("mad.lo.u32 $0, $1, 4, $2;", [four.row, own])
+        first = emit("mad.lo.u32 $0, $1, 16, $2;", [four.place, base])
+        for w in range(warpgroups):
+            highest, total = (
+                emit(
+                    f"ld.shared::cluster.f32 $0, [$1+{4 * queries * i}];",
+                    [at], f32(), effects=True,
+                )
+                for i in (2 * w, 2 * w + 1)
+            )  # fmt: skip
+            found.append(_Part(highest, total, first, 4 * w * queries * wide))
+    return found
+
+
+def _combined(parts: list[_Part]) -> tuple[Any, Any, list[Any]]:
+    """Returns the maximum and the sum of all parts, and four columns of the result."""
+    highest = parts[0].highest
+    for part in parts[1:]:
+        highest = _float32("max.NaN.f32", highest, part.highest)
+    total, sums = None, None
+    for part in parts:
+        fade = emit(
+            "{ .reg .f32 x; sub.rn.f32 x, $1, $2; ex2.approx.ftz.f32 $0, x; }",
+            [part.highest, highest], f32(),
+        )  # fmt: skip
+        own = _float32("mul.rn.f32", part.total, fade)
+        loaded = load_four(part.place, part.offset)
+        columns = [_float32("mul.rn.f32", x, fade) for x in loaded]
+        total = own if total is None else _float32("add.rn.f32", total, own)
+        sums = columns if sums is None else [
+            _float32("add.rn.f32", a, b) for a, b in zip(sums, columns, strict=True)
+        ]  # fmt: skip
+    return highest, total, [_float32("div.rn.f32", x, total) for x in sums or ()]
+
+
+def _store_logarithm(target: Any, four: Four, total: Any, highest: Any) -> None:
+    """Stores a row's base-2 logarithm of the sum, by the thread of its first column."""
+    text = (
+        "{ .reg .pred first, none; .reg .f32 x; .reg .b64 a;\n"
+        "setp.eq.u32 first, $1, 0; lg2.approx.f32 x, $2;"
+        " add.rn.f32 x, x, $3; mad.wide.u32 a, $0, 4, $4;\n"
+        "setp.eq.f32 none, $3, 0fFF800000; selp.f32 x, $3, x, none;\n"
+        "@first st.global.f32 [a], x; }"
+    )
+    given = [four.row, four.column, total, highest, pointer(target)]
+    _do(text, given, "r,r,f,f,l,~{memory}")
+
+
+def _float32(name: str, a: Any, b: Any) -> Any:
+    """The result of an instruction of two numbers."""
+    return emit(f"{name} $0, $1, $2;", [a, b], f32())
 
 
 def _do(text: str, given: list[Any], letters: str) -> None:

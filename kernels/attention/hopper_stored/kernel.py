@@ -152,17 +152,7 @@ class _Block:
     def run(self) -> None:
         """Runs this warpgroup's part."""
         warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
-        computes = warpgroup < self.p.config.turns
-
-        @pallas_gpu.when(computes)
-        def _() -> None:
-            self.compute(warpgroup)
-
-        @pallas_gpu.when(jnp.logical_not(computes))
-        def _() -> None:
-            self.copy()
-
-        threads.meet()
+        threads.divide(warpgroup, self.p.config.turns, self.compute, self.copy)
         instructions.combine(
             self.x["partial"], self.x["stats"], self.given["out"].at[self.program],
             self.given["lse"].at[self.program] if "lse" in self.given else None,

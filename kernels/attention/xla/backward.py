@@ -16,6 +16,8 @@ from rewriter.kernels.attention.xla.problem import Problem, problem_of
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.attention.xla.tile import Tile, is_float
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
+from rewriter.kernels.attention.xla.weighed import through_divisor
+from rewriter.ops.score import SOFTMAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -43,12 +45,13 @@ def backward(
         k: [b, s, k, h].
         v: [b, s, k, e].
         out: [b, t, n, e], from `forward`.
-        residuals: ``(lse,)``, from `forward`.
+        residuals: From `forward`.
         cotangent: [b, t, n, e].
         **given: The other operands and parameters of `reference`, and `Blocks` as
             ``config``.
     """
-    p = problem_of(q, k, v, {**given, "out": out, "lse": residuals[0],
+    saved = residuals[0] if residuals else None
+    p = problem_of(q, k, v, {**given, "out": out, "lse": saved,
                            "cotangent": cotangent})  # fmt: skip
     wide = p.wide
     grads = {x: p.full(p.arrays[x].shape, wide) for x in _floats(p)}
@@ -141,8 +144,9 @@ class _Rows:
         again: Which rows the block before has computed, bool [c, r].
         top: The log-sum-exp or a row's maximum, infinite for idle rows, [c, r, 1].
         rest: What to subtract beside it.
-        up: The result's cotangent, [c, r, e].
-        delta: The sum of the result times its cotangent, [c, r, 1].
+        up: The cotangent of the sum of weighed values, [c, r, e].
+        delta: What is taken off the weights' cotangents: the sum of the result times
+            its cotangent, [c, r, 1].
         queries: As scores are made of them, [c, r, h].
         plain: The queries as given.
         up_t: `up` with its last axes swapped.
@@ -162,7 +166,7 @@ class _Rows:
 
 
 def _rows_of(block: Block, averaged: bool) -> _Rows:
-    """The numbers and arrays of a block of rows."""
+    """The numbers and arrays of a block of rows, with a softmax."""
     p, wide = block.p, block.p.wide
     lse = block.lse()
     empty = lse == -jnp.inf
@@ -180,11 +184,26 @@ def _rows_of(block: Block, averaged: bool) -> _Rows:
     up = jnp.where(idle, 0, block.rows("cotangent").astype(wide))
     delta = up * jnp.where(idle, 0, block.rows("out").astype(wide))
     delta = delta.sum(-1, keepdims=True)
-    queries, plain = block.queries(), block.rows("q").astype(wide)
+    return _with_queries(block, idle, again, top, rest, up, delta)
+
+
+def _weighed_rows_of(block: Block) -> tuple[_Rows, dict[str, Array]]:
+    """The same without a softmax, and cotangents of what the divisor reads."""
+    again = block.each_row(block.t[:, 0]) < block.nominal
+    again = jnp.broadcast_to(again, block.rows("cotangent").shape[:2])
+    up, delta, others = through_divisor(block, again)
+    none = jnp.zeros_like(delta)
+    return _with_queries(block, again[..., None], again, none, none, up, delta), others
+
+
+def _with_queries(block: Block, *numbers: Array) -> _Rows:
+    """The rows of some numbers."""
+    p, up = block.p, numbers[4]
+    queries, plain = block.queries(), block.rows("q").astype(p.wide)
     # Transposed once here, since a dot over rows of a tile is slow on CPU.
     up_t = up.swapaxes(1, 2)
     queries_t = (plain * p.factor()).swapaxes(1, 2)
-    return _Rows(idle, again, top, rest, up, delta, queries, plain, up_t, queries_t)
+    return _Rows(*numbers, queries, plain, up_t, queries_t)
 
 
 def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
@@ -195,8 +214,12 @@ def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
         carry: The cotangents, and those of k and v.
         averaged: Whether to add rows without keys instead, of equal weights.
     """
-    p, rows = block.p, _rows_of(block, averaged)
-    grads, (dk, dv) = carry
+    p, (grads, (dk, dv)) = block.p, carry
+    if p.normalisation == SOFTMAX:
+        rows = _rows_of(block, averaged)
+    else:
+        rows, others = _weighed_rows_of(block)
+        grads = grads | {n: block.add_part(n, grads[n], x) for n, x in others.items()}
     names = ("bias", "alibi", "dropout", *_read_by_score(p))
     inner = {x: grads[x] for x in names if x in grads}
     start = p.full(rows.queries.shape, p.wide), dk, dv, inner
@@ -229,8 +252,10 @@ def _add_tile(block: Block, rows: _Rows, averaged: bool, tile: Tile, carry: Any)
         weights = jnp.where(rows.idle, 0, jnp.full_like(x, 1) / number(block.p.sizes.s))
         weights = tile.only_fresh(weights)
         d = jnp.where(weights == 0, 0, d)  # of rows that add nothing
-    else:
+    elif block.p.normalisation == SOFTMAX:
         weights = jnp.exp(x - rows.top - rows.rest)
+    else:
+        weights = x
     used = weights
     if "dropout" in arrays:
         kept = tile.dropout()
@@ -239,7 +264,9 @@ def _add_tile(block: Block, rows: _Rows, averaged: bool, tile: Tile, carry: Any)
         grads = {**grads, "dropout": dropped}
         d = jnp.where(kept == 0, 0, d * kept)  # also if d is not finite
     dv = tile.add_columns(dv, jnp.einsum("cer,crs->ces", rows.up_t, used))
-    d = weights * (d - rows.delta)
+    d = d - rows.delta
+    if block.p.normalisation == SOFTMAX:
+        d = weights * d
     # For a hidden key d is 0 times a perhaps infinite number.
     d = d if averaged else tile.only_seen(d)
     if "bias" in arrays:
@@ -301,9 +328,9 @@ def _add_heads(step: Step, into: Array, x: Array) -> Array:
 def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
     """Returns cotangents with the share of rows without keys, if any."""
     z, wide = p.sizes, p.wide
-    empty = p.arrays["lse"] == -jnp.inf
     if "sinks" in p.arrays or not _may_be_empty(p):
         return {}
+    empty = p.arrays["lse"] == -jnp.inf
     if p.empty_rows in ZERO:
         return _passed(p, grads, empty) if p.empty_rows in PASSES else {}
     dv = grads["v"]
@@ -341,6 +368,8 @@ def _by_tiles(p: Problem) -> bool:
 
 
 def _may_be_empty(p: Problem) -> bool:
+    if p.normalisation != SOFTMAX:
+        return False
     masks = {"mask", "q_segments", "kv_lengths", "kv_positions", "bias"}
     hides = p.window != (None, None) or p.score is not None
     return hides or bool(masks & p.arrays.keys())

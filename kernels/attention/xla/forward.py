@@ -13,6 +13,8 @@ from rewriter.kernels.attention.xla.problem import Problem, problem_of
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.attention.xla.tile import Tile
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
+from rewriter.kernels.attention.xla.weighed import weighed
+from rewriter.ops.score import SOFTMAX, SUM
 
 if TYPE_CHECKING:
     from jax import Array
@@ -28,13 +30,19 @@ def forward(
         k: [b, s, k, h].
         v: [b, s, k, e].
         residuals: Whether to return ``(result, (lse,))``, lse [b, n, t] in
-            float32 (float64 for float64 inputs), -inf for rows without keys.
+            float32 (float64 for float64 inputs), -inf for rows without keys. Weights
+            that are no softmax have their sums there, if the result is divided by
+            these, and else nothing.
         **given: The other operands and parameters of `reference`, and `Blocks` as
             ``config``.
     """
     p = problem_of(q, k, v, given)
     z, wide = p.sizes, p.wide
     n, e = q.shape[2], v.shape[3]
+    if p.normalisation != SOFTMAX:
+        out, totals = weighed(p, e)
+        saved = (totals,) if p.normalisation == SUM else ()
+        return (out, saved) if residuals else out
 
     def one_step(step: Step, carry: Any) -> Any:
         fill: Any = jnp.nan if p.empty_rows in NAN else 0

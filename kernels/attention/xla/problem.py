@@ -14,6 +14,7 @@ from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.xla.config import DEFAULT
 from rewriter.kernels.attention.xla.sizes import Sizes, sizes_of
 from rewriter.kernels.shared.loops import fori_loop
+from rewriter.ops.score import SOFTMAX
 from rewriter.ops.stored import FEW_BITS
 from rewriter.ops.widening import applied
 
@@ -51,6 +52,8 @@ class Problem:
     out_dtype: Any
     wide: Any
     score: Score | None = None
+    normalisation: str = SOFTMAX
+    divisor: Score | None = None
     widen_k: str | None = None
     widen_v: str | None = None
 
@@ -95,6 +98,14 @@ class Problem:
         ]
         return starts, tuple(sizes)
 
+    def added(
+        self, name: str, into: Array, part: Array, at: dict[str, tuple[Any, int]]
+    ) -> Array:
+        """Returns `into`, shaped as an operand, plus what is shaped as its slice."""
+        starts, sizes = self.place(AXES[name], into.shape, at)
+        new = lax.dynamic_slice(into, starts, sizes) + part.reshape(sizes)
+        return lax.dynamic_update_slice(into, new.astype(into.dtype), starts)
+
     def factor(self) -> Array | float:
         """Returns the factor of q kᵀ."""
         if "scale_factor" not in self.arrays:
@@ -118,7 +129,7 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
     params: dict[str, Any] = {
         "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
         "empty_rows": "nan", "out_dtype": None, "score": None, "widen_k": None,
-        "widen_v": None,
+        "widen_v": None, "normalisation": SOFTMAX, "divisor": None,
     }  # fmt: skip
     arrays = {"q": q, "k": k, "v": v}
     sizes = sizes_of(q, k, given.pop("config", None) or DEFAULT)

@@ -6,17 +6,21 @@ of all queries and keys is made, forward or backward, unless the function reads 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.empty import NAN_PASSING, ZERO_NAN_PASSING
 from rewriter.kernels.attention.op import SCORED
+from rewriter.kernels.attention.reach import narrowed, reach
 from rewriter.kernels.attention.scored_form import as_attention
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Space, Speed
+from rewriter.ops.score import NONE, SOFTMAX
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -30,6 +34,12 @@ def supports(spec: Spec) -> Verdict:
     checks = []
     if spec.param("empty_rows") in (NAN_PASSING, ZERO_NAN_PASSING):
         checks.append(no("rows", "rows without keys pass NaN to a function of scores"))
+    if spec.param("normalisation") != SOFTMAX:
+        checks += [
+            no("weights", f"{name} belongs to a softmax, and the weights are none")
+            for name in ("bias", "sinks")
+            if spec.has(name)
+        ]
     return all_of(xla.supports(as_attention(spec)), *checks)
 
 
@@ -68,8 +78,35 @@ def configs(spec: Spec, device: Device) -> list[xla.Blocks]:
     return xla.configs(as_attention(spec), device)
 
 
+def forward(q: Array, k: Array, v: Array, **given: Any) -> Any:
+    """Returns attention, as `rewriter.kernels.attention.xla.forward`."""
+    return xla.forward(q, k, v, **_within_reach(q, k, given))
+
+
+def backward(q: Array, k: Array, v: Array, **given: Any) -> dict[str, Array]:
+    """Returns cotangents, as `rewriter.kernels.attention.xla.backward`."""
+    return xla.backward(q, k, v, **_within_reach(q, k, given))
+
+
+def _within_reach(q: Array, k: Array, given: dict[str, Any]) -> dict[str, Any]:
+    """What is given, with the window outside of which the weights are 0."""
+    moved = given.get("shift", 0) or given.get("offset") is not None
+    if given.get("normalisation", SOFTMAX) == SOFTMAX or moved:
+        return given
+    whole = given.get("window", (None, None))
+    own = reach(given["score"], q.shape[1], k.shape[1])
+    return {**given, "window": narrowed(whole, own)}
+
+
+def _saves(spec: Spec) -> list[Any]:
+    """The log-sum-exp of each row, or its sum of weights if that divides."""
+    saves = xla.KERNEL.traits.saves
+    assert saves is not None
+    return [] if spec.param("normalisation") == NONE else saves(as_attention(spec))
+
+
 KERNEL = XLA.kernel(
-    SCORED.name, xla.forward, xla.backward, supports, Speed(profitable),
+    SCORED.name, forward, backward, supports, Speed(profitable),
     Space(xla.Blocks, default, configs),
-    saves_out=True, merges=True, saves=xla.KERNEL.traits.saves,
+    saves_out=True, merges=True, saves=_saves,
 )  # fmt: skip

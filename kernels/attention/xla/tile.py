@@ -13,6 +13,7 @@ from rewriter.kernels.attention.visibility import within
 from rewriter.kernels.attention.xla.problem import AXES
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.shared.products import unturned
+from rewriter.ops.score import SOFTMAX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,9 +84,7 @@ class Tile:
 
     def add_part(self, name: str, into: Array, part: Array) -> Array:
         """Returns `into`, shaped as the operand, plus a sum shaped as its `part`."""
-        starts, sizes = self.p.place(AXES[name], into.shape, self.here)
-        new = lax.dynamic_slice(into, starts, sizes) + part.reshape(sizes)
-        return lax.dynamic_update_slice(into, new.astype(into.dtype), starts)
+        return self.p.added(name, into, part, self.here)
 
     def add_columns(self, into: Array, x: Array) -> Array:
         """Returns `into`, as `Step.columns` made it, plus x [c, h, s] here."""
@@ -197,7 +196,10 @@ class Tile:
         return back(d)
 
     def scores(self, queries: Array) -> tuple[Array, Array | None]:
-        """Returns the masked scores and, with a soft cap, tanh(scores / cap)."""
+        """Returns the masked scores and, with a soft cap, tanh(scores / cap).
+
+        A function's values that are the weights themselves are 0 where a mask hides.
+        """
         p, step = self.p, self.block.step
         x = self.products(queries)
         bent = None
@@ -213,7 +215,7 @@ class Tile:
             x = x + step.per_head("alibi") * self.relative().astype(p.wide)
         hidden = self.seen()
         for seen in hidden:
-            x = jnp.where(seen, x, -jnp.inf)
+            x = jnp.where(seen, x, -jnp.inf if p.normalisation == SOFTMAX else 0)
         plain = bent is None and not hidden and not {"bias", "alibi"} & p.arrays.keys()
         plain = plain and p.score is None
         if queries.dtype != p.wide and plain:

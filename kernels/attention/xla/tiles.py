@@ -174,6 +174,14 @@ class Block:
         starts, _ = self.p.place(axes, into.shape, self.here)
         return lax.dynamic_update_slice(into, rows.astype(into.dtype), starts)
 
+    def part(self, name: str) -> Array:
+        """Returns these rows of an operand [b|1, n|1, t|1, 1]."""
+        return self.step.split_heads(self.p.cut(name, self.here), at=1)
+
+    def add_part(self, name: str, into: Array, part: Array) -> Array:
+        """Returns `into`, shaped as the operand, plus a sum shaped as its `part`."""
+        return self.p.added(name, into, part, self.here)
+
     def bounds(self) -> tuple[Any, Any, Any]:
         """Returns the range of key blocks: start, end of the whole ones, end.
 

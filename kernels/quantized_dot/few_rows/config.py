@@ -6,7 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.shared.hopper import BUSY, SHARED_MEMORY, processors
+from rewriter.kernels.shared.hopper import (
+    BUSY,
+    SHARED_MEMORY,
+    processors,
+    with_stages,
+)
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -130,22 +135,12 @@ def default(spec: Spec, device: Device) -> Tiles:
     blocks = max(1, n // base.block_n)
     steps = k // depth // base.stages
     splits = max(s for s in SPLITS if s == 1 or s <= min(count // blocks, steps))
-    return _with_stages(replace(base, splits=splits), spec)
+    return with_stages(replace(base, splits=splits), spec)
 
 
 SPLITS = (1, 2, 3, 6)
 """Sizes of clusters that fill most of an H100: processors of a cluster lie together. 96
 blocks in clusters of three took 24 µs, 128 in clusters of four 37, 112 of seven 49."""
-
-
-def _with_stages(config: Tiles, spec: Spec) -> Tiles:
-    """The config with as many of its stages as fit."""
-    for stages in range(config.stages, 0, -1):
-        made = replace(config, stages=stages)
-        fit = made.shared_memory(spec) <= SHARED_MEMORY
-        if stages % config.turns == 0 and fit:
-            return made
-    return replace(config, stages=config.turns)
 
 
 def _whole_groups(spec: Spec, depth: int) -> bool:
@@ -167,7 +162,7 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
         {"depth": 64, "stages": 2 * own.stages},
         {"splits": max(1, own.splits // 2)}, {"splits": 2 * own.splits},
     ):  # fmt: skip
-        found.append(_with_stages(replace(own, **change), spec))
+        found.append(with_stages(replace(own, **change), spec))
     return list(dict.fromkeys(found))
 
 

@@ -143,17 +143,7 @@ class _Block:
     def run(self) -> None:
         """Runs this warpgroup's part."""
         warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
-        computes = warpgroup < self.use.config.computing
-
-        @pallas_gpu.when(computes)
-        def _() -> None:
-            self.compute(warpgroup)
-
-        @pallas_gpu.when(jnp.logical_not(computes))
-        def _() -> None:
-            self.copy()
-
-        threads.meet()
+        threads.divide(warpgroup, self.use.config.computing, self.compute, self.copy)
         across = pl.ds(self.column, self.use.config.block_n)
         totals.add_up(
             self.shared["partial"], self.out.at[:, across],

@@ -19,14 +19,17 @@ a warp's words lie in different banks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from jax import numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from rewriter.kernels.quantized_dot.few_rows.registers import emit, i32
+from rewriter.kernels.shared import pallas_gpu
 
 
 def meet() -> None:
@@ -99,6 +102,23 @@ class Thread:
             f"mad.lo.u32 x, $1, {size}, x; mad.lo.u32 $0, $2, {bits // 4}, x; }}"
         )
         return emit(text, [column, self.row_of_lane])
+
+
+def divide(
+    warpgroup: Any, computing: int, compute: Callable[[Any], None], copy: Any
+) -> None:
+    """Lets the first warpgroups compute and the last one copy, until all are done.
+
+    Args:
+        warpgroup: The index of this one.
+        computing: How many compute.
+        compute: What each of them does, given its index.
+        copy: What the last one does.
+    """
+    computes = warpgroup < computing
+    pallas_gpu.when(computes)(lambda: compute(warpgroup))
+    pallas_gpu.when(jnp.logical_not(computes))(copy)
+    meet()
 
 
 def address(memory: Any) -> Any:

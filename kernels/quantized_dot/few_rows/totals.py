@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jax import numpy as jnp
@@ -99,37 +100,21 @@ def add_up(
     def run(context: Any, partial: Any, out: Any, behind: Any) -> None:
         del context
         stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
-        thread = emit("mov.u32 $0, %tid.x;", [], effects=True)
-        rank = emit("mov.u32 $0, %cluster_ctarank;", [], effects=True)
-        threads = 128 * (config.computing + 1)
-        every = rows * wide // 4
-        quads = -(-every // config.splits)
-        bases = [
-            emit(f"mapa.shared::cluster.u32 $0, $1, {r};", [address(partial)])
-            for r in range(config.splits)
-        ]
-        for turn in range(-(-quads // threads)):
-            text = "{ .reg .b32 x; add.u32 x, $1, " + (
-                f"{turn * threads}; min.u32 x, x, {quads - 1};"
-                f" mad.lo.u32 x, $2, {quads}, x; min.u32 $0, x, {every - 1}; }}"
-            )
-            place = emit(text, [thread, rank])
-            row = emit(f"div.u32 $0, $1, {wide // 4};", [place])
-            quad = emit(f"rem.u32 $0, $1, {wide // 4};", [place])
+        walk = Fours.of(rows, wide, config.computing + 1, config.splits)
+        bases = [in_block(address(partial), r) for r in range(config.splits)]
+        for four in walk.turns():
             sums: list[Any] = []
             for base in bases:
-                first = emit("mad.lo.u32 $0, $1, 16, $2;", [place, base])
+                first = emit("mad.lo.u32 $0, $1, 16, $2;", [four.place, base])
                 for w in range(warpgroups):
                     more = load_four(first, 16 * w * rows * (wide // 4))
                     sums = more if not sums else [
                         emit("add.rn.f32 $0, $1, $2;", pair, f32())
                         for pair in zip(sums, more, strict=True)
                     ]  # fmt: skip
-            joined = [_four_of(x, quad) for x in behind]
+            joined = [_four_of(x, four.column) for x in behind]
             sums = _joined(sums, steps, joined)
-            last = turn == -(-quads // threads) - 1
-            limit = quads - turn * threads if last else threads
-            store_row(out, dtype, stride, row, quad, sums, thread, limit, m)
+            store_four(out, dtype, stride, four, sums, m)
 
     run(partial, out, list(behind))
 
@@ -175,15 +160,81 @@ def _four_of(memory: Any, quad: Any) -> list[Any]:
     return [llvm.extractvalue(f32(), made, [i]) for i in range(4)]
 
 
-def store_row(
-    out: Any, dtype: str, stride: int, row: Any, quad: Any, sums: list[Any],
-    thread: Any, limit: int, m: int,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class Four:
+    """Four neighbouring columns of a row.
+
+    Attributes:
+        place: Its number, counted through all rows.
+        row: Its row.
+        column: Its number in the row.
+        thread: The thread that has it.
+        limit: How many threads have some of their own; the others repeat the last.
+    """
+
+    place: Any
+    row: Any
+    column: Any
+    thread: Any
+    limit: int
+
+
+@dataclass(frozen=True)
+class Fours:
+    """All fours of a result, spread over the threads of all blocks of a cluster.
+
+    Attributes:
+        rows: Rows of the result.
+        wide: Its columns.
+        warpgroups: Those of a block.
+        splits: Blocks of a cluster.
+        thread: The number of a thread in its block.
+        rank: The number of its block in the cluster.
+    """
+
+    rows: int
+    wide: int
+    warpgroups: int
+    splits: int
+    thread: Any
+    rank: Any
+
+    @classmethod
+    def of(cls, rows: int, wide: int, warpgroups: int, splits: int) -> Fours:
+        """Reads the thread's numbers."""
+        thread = emit("mov.u32 $0, %tid.x;", [], effects=True)
+        rank = emit("mov.u32 $0, %cluster_ctarank;", [], effects=True)
+        return cls(rows, wide, warpgroups, splits, thread, rank)
+
+    def turns(self) -> Iterator[Four]:
+        """Yields the four that a thread has in each turn."""
+        threads, every = 128 * self.warpgroups, self.rows * self.wide // 4
+        count = -(-every // self.splits)
+        for first in range(0, count, threads):
+            text = "{ .reg .b32 x; add.u32 x, $1, " + (
+                f"{first}; min.u32 x, x, {count - 1};"
+                f" mad.lo.u32 x, $2, {count}, x; min.u32 $0, x, {every - 1}; }}"
+            )
+            place = emit(text, [self.thread, self.rank])
+            row = emit(f"div.u32 $0, $1, {self.wide // 4};", [place])
+            column = emit(f"rem.u32 $0, $1, {self.wide // 4};", [place])
+            limit = min(threads, count - first)
+            yield Four(place, row, column, self.thread, limit)
+
+
+def in_block(place: Any, rank: int) -> Any:
+    """Returns the address of the same place in a block of the cluster."""
+    return emit(f"mapa.shared::cluster.u32 $0, $1, {rank};", [place])
+
+
+def store_four(
+    out: Any, dtype: str, stride: int, four: Four, sums: list[Any], m: int
+) -> None:
     """Stores four sums, if the thread has some of its own and the row exists."""
     size = jnp.dtype(dtype).itemsize
     head = (
         "{ .reg .pred some; .reg .b64 x;\n"
-        f"setp.lt.u32 some, $0, {limit}; setp.lt.and.u32 some, $1, {m}, some;\n"
+        f"setp.lt.u32 some, $0, {four.limit}; setp.lt.and.u32 some, $1, {m}, some;\n"
         f"mad.wide.u32 x, $1, {stride * size}, $3; mad.wide.u32 x, $2, {4 * size}, x;\n"
     )
     if dtype == "float32":
@@ -195,6 +246,6 @@ def store_row(
         values, letters = [registers.packed(dtype, *p) for p in pairs], "r,r"
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(
-        void, [thread, row, quad, pointer(out), *values], text,
+        void, [four.thread, four.row, four.column, pointer(out), *values], text,
         f"r,r,r,l,{letters},~{{memory}}", has_side_effects=True,
     )  # fmt: skip

@@ -28,14 +28,13 @@ from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
-from rewriter.ops.kernel import Space, Speed
+from rewriter.ops.kernel import Speed
 from rewriter.ops.stored import widened_operands
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
 NAME = STORED.name
@@ -58,24 +57,7 @@ def supports(spec: Spec) -> Verdict:
     return all_of(YES, *found, *refused_halves(spec, STEP))
 
 
-def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the rule of thumb, that of a ragged dot."""
-    return of_dot.default(part_of(spec), device)
-
-
-def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles worth measuring, most promising first."""
-    made = of_dot.configs(part_of(spec), device)
-    return [config for config in made if fits(config, spec, device).ok]
-
-
-def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
-    """Returns whether tiles can run: as for a product, and both branches alike."""
-    found = [of_dot.fits(config, part_of(spec), device)]
-    if config.columns % (2 * STEP):
-        text = f"{config.columns} columns a warpgroup, not a multiple of {2 * STEP}"
-        found.append(no("block_n", text))
-    return all_of(YES, *found)
+SPACE = gated_tiles.of_product(of_dot.SPACE, part_of)
 
 
 def forward(
@@ -141,7 +123,7 @@ KERNEL = anywhere(
     HOPPER.kernel(
         NAME, forward, backward, supports,
         Speed(by_estimate, estimate=estimate, modelled=modelled),
-        Space(Tiles, default, configs, fits), version=2,
+        SPACE, version=2,
     ),
     "x",
 )  # fmt: skip

@@ -59,6 +59,18 @@ SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles
         (1, 200, 200, 2, 2, 64, 32), {"window": CAUSAL}, Tiles(64, programs=1),
         BackwardTiles(),
     ),
+    "odd, two panels": (
+        (1, 203, 181, 2, 1, 128, 128), {"window": CAUSAL}, Tiles(64, 2, 2, 2),
+        BackwardTiles(programs=2),
+    ),
+    "odd, panels of 32 columns": (
+        (1, 131, 149, 2, 2, 96, 160), {"empty_rows": "mean", "kv_lengths": (100,)},
+        Tiles(96, 2, 2, 2), BackwardTiles(32, 32, programs=2),
+    ),
+    "panels that end behind the heads": (
+        (1, 136, 128, 2, 1, 72, 40), {"window": CAUSAL}, Tiles(64, 2, 2, 2),
+        BackwardTiles(programs=2),
+    ),
     "q shares memory": (
         (1, 300, 200, 2, 2, 128, 128), {}, Tiles(128, 3, 2, 2), BackwardTiles(),
     ),

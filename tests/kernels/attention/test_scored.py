@@ -18,6 +18,7 @@ from rewriter.ops.kernel import spec_of
 from rewriter.ops.score import (
     Ref,
     Score,
+    cast_step,
     lookup_step,
     named_step,
     number,
@@ -81,11 +82,38 @@ def function() -> Score:
     return Score(tuple(steps), out, "float32")
 
 
-@pytest.mark.parametrize("more", slow.first(4, MORE))
-def test_beside_every_operand(more: str) -> None:
+WEIGHED = ("nothing", "window", "mask", "lengths", "segments", "dropout", "scale")
+"""What masks weights that are no softmax, or multiplies them."""
+
+NORMALISED = (
+    ("nothing", "softmax"), ("window", "none"), ("mask", "sum"),
+    *((more, "softmax") for more in MORE if more != "nothing"),
+    *((more, how) for more in WEIGHED for how in ("none", "sum")),
+)  # fmt: skip
+
+
+def divisor() -> Score:
+    """Returns |sum| + score_1 · row + 1."""
+    made = jax.make_jaxpr(lambda x, y: jnp.abs(x) + x * y)(1.0, 1.0).eqns
+    size, times, plus = ((e.primitive, e.params) for e in made)
+    steps = (
+        primitive_step(*size, (Ref("product"),), "float32"),
+        cast_step(Ref("row"), "float32"),
+        primitive_step(*times, (Ref("step", 1), Ref("array", "score_1")), "float32"),
+        primitive_step(*plus, (Ref("step", 0), Ref("step", 2)), "float32"),
+        primitive_step(*plus, (Ref("step", 3), number(1, "float32")), "float32"),
+    )
+    return Score(steps, Ref("step", 4), "float32")
+
+
+@pytest.mark.parametrize(("more", "how"), slow.first(4, NORMALISED, True))
+def test_beside_every_operand(more: str, how: str) -> None:
     extra = MORE[more]
     params = {n: x for n, x in extra.items() if n in ("window", "empty_rows")}
-    params |= {"scale": 0.4, "score": function()}
+    params |= {"scale": 0.4, "score": function(), "normalisation": how}
+    if how == "sum":
+        extra = {**extra, "score_1": draw.uniform(size=(1, N, 1, 1)).astype("float32")}
+        params["divisor"] = divisor()
     operands = {**GIVEN, **{n: x for n, x in extra.items() if n not in params}}
     moving = {n: x for n, x in operands.items() if x.dtype == np.float32}
 

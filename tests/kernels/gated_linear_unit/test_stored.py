@@ -150,4 +150,4 @@ def test_it_is_chosen_on_a_cpu_for_few_rows_and_large_matrices() -> None:
         (use(1, 2048, 8192), "cuda"),
     ):
         assert not stored.profitable(spec, platform).ok
-    assert stored.default(use(1, 8192, 8192), device.attached()).columns == 64
+    assert stored.SPACE.default(use(1, 8192, 8192), device.attached()).columns == 64

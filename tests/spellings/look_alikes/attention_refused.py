@@ -62,15 +62,16 @@ def _(q, k, v, w):
     return jnp.einsum("bmts,bsme->btme", p, v[:, :, :K])
 
 
-@attention("sigmoid", "sigmoid attention is not normalised")
+@attention("sigmoid_over_queries", "each key's weights add up to one, not each row's")
 def _(q, k, v):
-    return weigh(jax.nn.sigmoid(scores(q, k)), v)
+    p = jax.nn.sigmoid(scores(q, k))
+    return weigh(p / p.sum(2, keepdims=True), v)
 
 
-@attention("relu", "relu attention has no exponential")
+@attention("relu_over_more", "the sum has other weights than the values")
 def _(q, k, v):
     p = jax.nn.relu(scores(q, k))
-    return weigh(p / (p.sum(-1, keepdims=True) + 1e-6), v)
+    return weigh(p / (jnp.square(p).sum(-1, keepdims=True) + 1e-6), v)
 
 
 @attention("linear", "feature maps are contracted, not scores exponentiated")

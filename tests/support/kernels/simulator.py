@@ -34,6 +34,7 @@ from rewriter.kernels.attention.hopper import (
     forward_kernel,
     forward_tile,
     pallas,
+    panels,
     terms,
     use,
 )
@@ -156,8 +157,10 @@ class Reference:
         return self.array[tuple(at)]
 
     def place(self, axis: int, index: Any) -> Any:
-        if not isinstance(index, pl.Slice):
+        if isinstance(index, slice):
             return index
+        if not isinstance(index, pl.Slice):
+            return int(index)  # an array of no axes would make a copy
         if index.size == self.array.shape[axis] == 1:
             return slice(0, 1)  # such an axis is dropped from copies, and its start
         return slice(int(index.start), int(index.start) + index.size)
@@ -329,6 +332,22 @@ def _add_product(total: np.ndarray, left: Reference, right: Reference) -> np.nda
 
     HERE.products.append(run)
     return total
+
+
+def _add_product_of_panels(
+    total: np.ndarray, left: Any, right: Reference, turned: bool, begins: bool
+) -> np.ndarray:
+    """Returns a new total, which is computed when it is waited for."""
+    del begins
+    made = np.full(np.shape(total), np.nan, np.float32)
+
+    def run() -> None:
+        a = left.view() if isinstance(left, Reference) else left
+        a, b = a.T if turned else a, np.concatenate(list(right.view()), 1)
+        made[...] = total + a.astype(np.float32) @ b.astype(np.float32)
+
+    HERE.products.append(run)
+    return made
 
 
 def _claim(counter: Reference, cell: Reference) -> None:
@@ -543,9 +562,7 @@ def _applied(
         place, index = lines.evaluated(look.place, given)
         found = np.asarray(table.view())[start[0] + np.asarray(place)]
         given += lines.evaluated(look.found, [found.astype(of[look.table]), index])
-    made = lines.evaluated(
-        function.value_and_slope if slope else function.value, given
-    )
+    made = lines.evaluated(function.value_and_slope if slope else function.value, given)
     return tuple(np.broadcast_to(np.asarray(x, np.float32), shape) for x in made)
 
 
@@ -632,7 +649,7 @@ def simulated() -> Iterator[None]:
     kernels = (
         use, forward_kernel, forward_tile, backward_inputs, backward_kernel,
         backward_tiles, backward_of_keys, backward_of_queries, backward_of_sums,
-        backward_of_tables, work_stealing, terms,
+        backward_of_tables, work_stealing, terms, panels,
     )  # fmt: skip
     with _replaced(kernels, pallas) as patch:
         _count(patch, backward_kernel, work_stealing)
@@ -645,7 +662,7 @@ def simulated() -> Iterator[None]:
 @contextmanager
 def simulated_decode() -> Iterator[None]:
     """Within, that of attention of few queries does."""
-    with _replaced((decode, kernel, work_split, merge), pallas) as patch:
+    with _replaced((decode, kernel, work_split, merge, panels), pallas) as patch:
         _replace_shims(patch)
         yield
 
@@ -667,6 +684,7 @@ def _replace_shims(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pallas, "widened", lambda x: np.asarray(x).astype(np.float32))
     patch.setattr(pallas, "least", np.fmin)
     patch.setattr(terms, "applied", _applied)
+    patch.setattr(pallas_gpu, "add_product_of_panels", _add_product_of_panels)
 
 
 def _count(patch: pytest.MonkeyPatch, *modules: Any) -> None:

@@ -7,7 +7,7 @@ that one product of a tile of rows computes all: a gated linear unit has two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
@@ -40,6 +40,16 @@ class Branch:
     within: tuple[Any, ...] = ()
     of_groups: bool = False
     split: bool = False
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """All arrays, or references to them."""
+        return self.matrices, self.bias, self.scale, self.within
+
+    def of(self, arrays: tuple[Any, ...]) -> Branch:
+        """Returns the branch with other arrays, in the order of `arrays`."""
+        matrices, bias, scale, within = arrays
+        return replace(self, matrices=matrices, bias=bias, scale=scale, within=within)
 
 
 @dataclass(frozen=True)

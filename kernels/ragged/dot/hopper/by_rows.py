@@ -11,7 +11,6 @@ may be combined before they are stored, as for a gated linear unit.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -99,28 +98,19 @@ def combined(
         groups: The number of groups, where all have as many rows.
     """
     m, count = lhs.shape[0], len(branches)
-    tiles, table = schedule.EqualGroups(m // groups, config.block_m, groups), None
-    most, claimed = tiles.count, False
+    tiles = schedule.EqualGroups(m // groups, config.block_m, groups)
+    table, most, claimed = None, tiles.count, False
     if group_sizes is not None:
-        claimed = config.claimed and work_stealing.AVAILABLE
-        table = schedule.of_rows(group_sizes, m, config.block_m)
-        table = jax.new_ref(table) if claimed else table  # claims are counted in it
-        most = schedule.most_tiles(m, len(group_sizes), config.block_m)
+        table, most, claimed = _listed(group_sizes, m, config)
     stored_as = branches[0].matrices.dtype
     right_side = matrices(config, count, transposed, stored_as, lhs.dtype)
     scratch = _scratch(config, count, lhs.dtype, right_side, dtype, claimed)
-    of_branches = [(b.matrices, b.bias, b.scale, b.within) for b in branches]
-    given, tree = jax.tree.flatten((of_branches, table))
+    given, tree = jax.tree.flatten(([b.arrays for b in branches], table))
 
     def body(lhs: Any, *references: Any, **shared: Any) -> None:
         outs = references[len(given) :]
         arrays, table = jax.tree.unflatten(tree, references[: len(given)])
-        right = [
-            dataclasses.replace(
-                b, matrices=matrices, bias=bias, scale=scale, within=within
-            )
-            for b, (matrices, bias, scale, within) in zip(branches, arrays, strict=True)
-        ]
+        right = [b.of(x) for b, x in zip(branches, arrays, strict=True)]
         listed = tiles if table is None else schedule.Listed(table)
         _Block(
             config, transposed, lhs, right, right_side, listed, results, outs, shared
@@ -131,6 +121,14 @@ def combined(
         body, name, [jax.ShapeDtypeStruct((m, n), dtype)] * len(results), scratch,
         min(config.programs, most * -(-n // wide)), WARPGROUPS + 1,
     )(lhs, *given)  # fmt: skip
+
+
+def _listed(group_sizes: Array, m: int, config: Tiles) -> tuple[Any, int, bool]:
+    """A table of the tiles of m rows, how many they may be, and if they are claimed."""
+    claimed = config.claimed and work_stealing.AVAILABLE
+    table = schedule.of_rows(group_sizes, m, config.block_m)
+    table = jax.new_ref(table) if claimed else table  # claims are counted in it
+    return table, schedule.most_tiles(m, len(group_sizes), config.block_m), claimed
 
 
 def _scratch(

@@ -168,9 +168,11 @@ def backward(*, cotangent: Array, config: Any = None, **given: Any) -> dict[str,
     return {"lhs": found["lhs"]}
 
 
+SPACE = Space(Tiles, default, configs, fits)
+
 KERNEL = anywhere(
     HOPPER.kernel(
         NAME, forward, backward, supports, Speed(by_estimate, estimate=estimate),
-        Space(Tiles, default, configs, fits), version=2,
+        SPACE, version=2,
     )
 )  # fmt: skip

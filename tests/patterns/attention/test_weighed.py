@@ -1,0 +1,403 @@
+"""Attention whose weights are no softmax: found, and computed in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import rewriter
+from rewriter.kernels.attention.reach import reach
+from tests import slow
+from tests.patterns.attention.test_scored import (
+    FORCED,
+    exact,
+    far,
+    over_layers,
+    stacked,
+    weighed,
+    with_gradients,
+)
+from tests.patterns.attention.test_scored import quickly as quickly
+from tests.spellings.attention import scores
+from tests.spellings.attention.scores import B, Given, H, N, S, T
+
+pytestmark = pytest.mark.once
+
+OP = "scored_attention"
+sigmoid, relu = jax.nn.sigmoid, jax.nn.relu
+
+
+def over_sum(w: Any, a: Given, more: float = 0.0) -> Any:
+    """Weights over their sum and a number."""
+    return w / (w.sum(keys(a), keepdims=True) + more)
+
+
+def keys(a: Given) -> int:
+    """The axis of the keys."""
+    return a.order.index("s")
+
+
+def of_tokens(x: Any, i: Any, j: Any, a: Given) -> Any:
+    seen = jnp.maximum(jnp.minimum(i + 1, S), 1).astype(x.dtype)
+    return jnp.where(j <= i, relu(x), 0) / seen
+
+
+def by_hand(x: Any, i: Any, j: Any, a: Given) -> Any:
+    return 1 / (1 + jnp.exp(-(x - math.log(S))))
+
+
+def in_table(x: Any, i: Any, j: Any, a: Given) -> Any:
+    table = a.of_heads(a.arrays["table"][jnp.clip(a.pair(j - i) + 4, 0, 8)])
+    return sigmoid(x + table - math.log(S))
+
+
+def largest(x: Any, i: Any, j: Any, a: Given) -> Any:
+    w = jnp.where(j <= i, jnp.square(relu(x)), 0)
+    return w / jnp.maximum(w.sum(keys(a), keepdims=True), 0.1)
+
+
+def where_some(x: Any, i: Any, j: Any, a: Given) -> Any:
+    w = jnp.where((j <= i) & (j > i - 9), sigmoid(x * a.per_head), 0)
+    total = w.sum(keys(a), keepdims=True)
+    return w / jnp.where(total > 0, total, 1)
+
+
+def inverse(x: Any, i: Any, j: Any, a: Given) -> Any:
+    w = jax.nn.softplus(x)
+    return w * (1 / (w.sum(keys(a), keepdims=True) + a.per_head))
+
+
+CASES: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
+    "sigmoid": (lambda x, i, j, a: sigmoid(x - math.log(S)), "none", ()),
+    "sigmoid by hand": (by_hand, "none", ()),
+    "sigmoid, a bias per head": (
+        lambda x, i, j, a: sigmoid(x + a.per_head), "none", ("per_head",),
+    ),
+    "sigmoid, causal before": (
+        lambda x, i, j, a: sigmoid(jnp.where(j <= i, x, -jnp.inf) - 2), "none", (),
+    ),
+    "sigmoid, causal after": (
+        lambda x, i, j, a: jnp.where(j <= i, sigmoid(x - 2), 0), "none", (),
+    ),
+    "sigmoid, padded": (
+        lambda x, i, j, a: sigmoid(jnp.where(a.per_key > 0.6, x, -1e9)), "none",
+        ("per_key",),
+    ),
+    "sigmoid with slopes": (
+        lambda x, i, j, a: sigmoid(x - a.slopes * abs(i - j) - 1), "none", ("slopes",),
+    ),
+    "sigmoid of a table": (in_table, "none", ("table",)),
+    "sigmoid, a temperature per query": (
+        lambda x, i, j, a: sigmoid(x / a.per_query), "none", ("per_query",),
+    ),
+    "relu": (lambda x, i, j, a: relu(x) / S, "none", ()),
+    "relu over tokens": (of_tokens, "none", ()),
+    "squared relu": (
+        lambda x, i, j, a: jnp.square(jnp.maximum(x, 0)) / S, "none", (),
+    ),
+    "tanh": (lambda x, i, j, a: jnp.tanh(x) * a.scalar, "none", ("scalar",)),
+    "gelu": (lambda x, i, j, a: jax.nn.gelu(x) / S, "none", ()),
+    "retention": (
+        lambda x, i, j, a: jnp.where(j <= i, x * jnp.exp((j - i) * 0.1), 0), "none", (),
+    ),
+    "sigmoid over its sum": (
+        lambda x, i, j, a: over_sum(sigmoid(x), a), "sum", (),
+    ),
+    "relu over its sum": (
+        lambda x, i, j, a: over_sum(relu(x + 0.1), a, 1e-2), "sum", (),
+    ),
+    "squared relu over its sum, at least": (largest, "sum", ()),
+    "sigmoid over its sum, where there is one": (where_some, "sum", ("per_head",)),
+    "softplus times an inverse": (inverse, "sum", ("per_head",)),
+    "elu over its sum": (
+        lambda x, i, j, a: over_sum(jax.nn.elu(x) + 1, a, 1e-3), "sum", (),
+    ),
+}  # fmt: skip
+
+
+def first_frame(function: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Heads before positions."""
+
+    def attention(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
+        x = jnp.einsum("btnh,bsnh->bnts", q, k) * (1 / math.sqrt(H))
+        i = jnp.arange(T)[None, None, :, None]
+        j = jnp.arange(S)[None, None, None, :]
+        given = Given("bnts", dict(zip(names, arrays, strict=True)))
+        return jnp.einsum("bnts,bsnh->btnh", function(x, i, j, given), v)
+
+    return attention
+
+
+def second_frame(function: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Heads last, and a query that is scaled."""
+
+    def attention(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
+        q = q / jnp.asarray(math.sqrt(H), q.dtype)
+        x = jnp.einsum("btnh,bsnh->btsn", q, k)
+        i = lax.broadcasted_iota(jnp.int32, (1, T, 1, 1), 1)
+        j = lax.broadcasted_iota(jnp.int32, (1, 1, S, 1), 2)
+        given = Given("btsn", dict(zip(names, arrays, strict=True)))
+        return jnp.einsum("btsn,bsnh->btnh", function(x, i, j, given), v)
+
+    return attention
+
+
+FRAMES = {"first": first_frame, "second": second_frame}
+SPELLINGS = [(name, which) for name in CASES for which in FRAMES]
+
+
+def spelled(name: str, which: str = "first") -> tuple[Callable[..., Any], list[Any]]:
+    """Returns a case in a frame, and its arrays."""
+    function, _, names = CASES[name]
+    arrays = [scores.Q, scores.K, scores.V, *(scores.ARRAYS[n] for n in names)]
+    return FRAMES[which](function, names), arrays
+
+
+@pytest.mark.parametrize("part", slow.first(1, range(6)))
+def test_found_and_right_with_gradients(part: int) -> None:
+    """All of a part are compiled as one."""
+    some = SPELLINGS[part::6]
+    functions, arrays = zip(*(spelled(*one) for one in some), strict=True)
+    fast = [rewriter.optimize(f, implementation=FORCED) for f in functions]
+    for one, f, given in zip(some, fast, arrays, strict=True):
+        (site,) = f.report(*given).sites
+        assert (site.form, site.kernel) == (OP, "memory_bounded"), one
+        assert site.params["normalisation"] == CASES[one[0]][1], one
+        assert "[1,4,24,40]" not in site.shapes, one
+
+    def every(functions: Any, *given: Any) -> Any:
+        pairs = zip(functions, given, strict=True)
+        return [with_gradients(f)(*x) for f, x in pairs]
+
+    got = jax.jit(lambda *x: every(fast, *x))(*arrays)
+    want = exact(lambda *x: every(functions, *x), list(arrays))
+    errors = dict(zip(some, map(far, got, want), strict=True))
+    assert max(errors.values()) < 3e-5, errors
+
+
+CONTEXTS = {
+    "vmap": lambda f, a: (jax.vmap(f), stacked(a)),
+    "scan": lambda f, a: (over_layers(f), a),
+    "checkpoint": lambda f, a: (jax.grad(weighed(jax.checkpoint(f))), a),
+    "in the program": lambda f, a: (jax.grad(weighed(f), range(len(a))), a),
+    "scan of checkpoints": lambda f, a: (
+        jax.grad(weighed(over_layers(jax.checkpoint(f))), range(len(a))), a,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    "name", slow.first(1, ["sigmoid with slopes", "softplus times an inverse", "relu"])
+)
+def test_in_contexts(name: str, context: str) -> None:
+    f, arrays = CONTEXTS[context](*spelled(name))
+    fast = rewriter.optimize(f, implementation=FORCED)
+    (site,) = fast.report(*arrays).sites
+    assert (site.form, site.kernel) == (OP, "memory_bounded")
+    assert site.backward == (context not in ("vmap", "scan"))
+    assert far(fast(*arrays), exact(f, arrays)) < 3e-5
+
+
+@pytest.mark.parametrize("name", ["sigmoid, causal before", "relu over its sum"])
+def test_no_array_of_all_queries_and_keys_is_made(name: str) -> None:
+    f, arrays = spelled(name)
+    fast = rewriter.optimize(f, implementation=FORCED)
+    text = jax.jit(with_gradients(fast)).lower(*arrays).as_text()
+    assert f"{T}x{S}x" not in text
+    assert f"{T}x{S}x" in jax.jit(with_gradients(f)).lower(*arrays).as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_grouped_heads(dtype: str) -> None:
+    def f(q: Any, k: Any, v: Any) -> Any:
+        q = q.reshape(B, T, 2, 2, H)
+        x = jnp.einsum("btkgh,bskh->bkgts", q, k).astype(jnp.float32) * 0.35
+        w = jnp.where(jnp.tril(jnp.ones((T, S), bool)), sigmoid(x - 1), 0)
+        out = jnp.einsum("bkgts,bskh->btkgh", w.astype(v.dtype), v)
+        return out.reshape(B, T, N, H)
+
+    arrays = [scores.Q, scores.K[:, :, :2], scores.V[:, :, :2]]
+    arrays = [jnp.asarray(x, dtype) for x in arrays]
+    fast = rewriter.optimize(f, implementation=FORCED)
+    (site,) = fast.report(*arrays).sites
+    assert (site.form, site.kernel) == (OP, "memory_bounded")
+    got = jax.jit(with_gradients(fast))(*arrays)
+    got = jax.tree.map(lambda x: np.asarray(x, np.float64), got)
+    close = 3e-5 if dtype == "float32" else 5e-2
+    assert far(got, exact(with_gradients(f), arrays)) < close
+
+
+def test_dividing_behind_the_values() -> None:
+    """The sum may divide what the weights have added up."""
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        w = jnp.square(relu(jnp.einsum("btnh,bsnh->bnts", q, k)))
+        out = jnp.einsum("bnts,bsnh->btnh", w, v)
+        return out / (w.sum(-1).swapaxes(1, 2)[..., None] + 1e-3)
+
+    arrays = [scores.Q, scores.K, scores.V]
+    fast = rewriter.optimize(f, implementation=FORCED)
+    (site,) = fast.report(*arrays).sites
+    assert site.params["normalisation"] == "sum"
+    got = jax.jit(with_gradients(fast))(*arrays)
+    assert far(got, exact(with_gradients(f), arrays)) < 3e-5
+
+
+# --------------------------------------------------------------------------- the reach
+REACHES: dict[str, tuple[Callable[..., Any], tuple[int | None, int | None]]] = {
+    "chosen after": (lambda x, i, j: jnp.where(j <= i, sigmoid(x), 0), (None, 0)),
+    "chosen before": (
+        lambda x, i, j: sigmoid(jnp.where(i >= j, x, -jnp.inf) - 3), (None, 0),
+    ),
+    "added": (lambda x, i, j: sigmoid(x + jnp.where(j > i, -jnp.inf, 0)), (None, 0)),
+    "triangle": (
+        lambda x, i, j: jnp.where(jnp.tril(jnp.ones((T, S), bool)), relu(x), 0),
+        (None, 0),
+    ),
+    "multiplied": (lambda x, i, j: sigmoid(x) * jnp.tril(jnp.ones((T, S))), (None, 0)),
+    "negated": (lambda x, i, j: jnp.where(~(j < i), 0, relu(x)), (None, -1)),
+    "band": (lambda x, i, j: jnp.where((j < i + 3) & (i - j < 7), relu(x), 0), (6, 2)),
+    "near": (lambda x, i, j: jnp.where(abs(j - i) <= 5, sigmoid(x), 0), (5, 5)),
+    "far": (lambda x, i, j: jnp.where(abs(j - i) > 5, sigmoid(x), 0), (None, None)),
+    "a fill that is seen": (
+        lambda x, i, j: sigmoid(jnp.where(j <= i, x, -4.0)), (None, None),
+    ),
+    "a fill that may be lost": (
+        lambda x, i, j: sigmoid(x + jnp.where(j <= i, 0, -1e9)), (None, None),
+    ),
+    "tanh of a fill": (
+        lambda x, i, j: jnp.tanh(jnp.where(j <= i, x, -jnp.inf)), (None, None),
+    ),
+    "halves": (lambda x, i, j: jnp.where(j // 2 <= i, relu(x), 0), (None, None)),
+    "scores decide": (lambda x, i, j: jnp.where(x > j - i, relu(x), 0), (None, None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_blocks_that_are_zero_are_skipped(name: str) -> None:
+    function, want = REACHES[name]
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        x = jnp.einsum("btnh,bsnh->bnts", q, k)
+        w = function(x, jnp.arange(T)[:, None], jnp.arange(S)[None])
+        return jnp.einsum("bnts,bsnh->btnh", w, v)
+
+    (site,) = rewriter.explain(f)(scores.Q, scores.K, scores.V).sites
+    assert reach(site.params["score"], T, S) == want
+
+
+# ------------------------------------------------------------------------- look-alikes
+def experts(x: Any, up: Any, down: Any) -> Any:
+    """Two layers with matrices of their own, for each of several experts."""
+    return jnp.einsum("ecf,efd->ecd", relu(jnp.einsum("ecd,edf->ecf", x, up)), down)
+
+
+def of_heads(x: Any) -> Any:
+    return sigmoid(x) / sigmoid(x).sum(1, keepdims=True)
+
+
+def of_queries(x: Any) -> Any:
+    return sigmoid(x) / sigmoid(x).sum(2, keepdims=True)
+
+
+def of_half(x: Any) -> Any:
+    return sigmoid(x) / sigmoid(x)[..., : S // 2].sum(-1, keepdims=True)
+
+
+def of_squares(x: Any) -> Any:
+    return sigmoid(x) / jnp.square(sigmoid(x)).sum(-1, keepdims=True)
+
+
+def below_largest(x: Any) -> Any:
+    return sigmoid(x - x.max(-1, keepdims=True))
+
+
+def rolled(x: Any) -> Any:
+    return sigmoid(x) + sigmoid(jnp.roll(x, 1, -1))
+
+
+def centred(x: Any) -> Any:
+    return relu(x - x.mean(-1, keepdims=True))
+
+
+def hidden_later(x: Any) -> Any:
+    w = sigmoid(x) / sigmoid(x).sum(-1, keepdims=True)
+    return jnp.where(jnp.arange(S) < 30, w, 0)
+
+
+def linear(x: Any) -> Any:
+    return (x - 1) / S
+
+
+def bisected(x: Any) -> Any:
+    """The threshold of sparsemax, found by halving."""
+
+    def halved(_: Any, ends: Any) -> Any:
+        low, high = ends
+        middle = (low + high) / 2
+        more = relu(x - middle).sum(-1, keepdims=True) > 1
+        return jnp.where(more, middle, low), jnp.where(more, high, middle)
+
+    ends = x.min(-1, keepdims=True) - 1, x.max(-1, keepdims=True)
+    return relu(x - lax.fori_loop(0, 8, halved, ends)[0])
+
+
+LOOK_ALIKES: dict[Callable[..., Any], str] = {
+    of_heads: "along another axis",
+    of_queries: "along another axis",
+    of_half: "a sum of something else",
+    of_squares: "a sum of something else",
+    below_largest: "other scores of its query",
+    rolled: "other scores of its query",
+    centred: "other scores of its query",
+    hidden_later: "behind their sum",
+    linear: "linear attention",
+    bisected: "as entmax",
+}
+
+
+@pytest.mark.parametrize("function", LOOK_ALIKES, ids=lambda f: f.__name__)
+def test_look_alikes_are_refused(function: Any) -> None:
+    def f(q: Any, k: Any, v: Any) -> Any:
+        w = function(jnp.einsum("btnh,bsnh->bnts", q, k))
+        return jnp.einsum("bnts,bsnh->btnh", w, v)
+
+    report = rewriter.explain(f)(scores.Q, scores.K, scores.V)
+    assert not [s for s in report.sites if s.op == "attention"]
+    assert not report.failures
+    texts = [m.reasons[0].text for m in report.misses]
+    assert any(LOOK_ALIKES[function] in text for text in texts), texts
+
+
+def test_layers_of_a_network_are_none() -> None:
+    x, w = np.ones((3, 8, 16), "f4"), np.ones((3, 16, 32), "f4")
+    report = rewriter.explain(experts)(x, w, w.swapaxes(1, 2))
+    assert not report.sites
+    assert not report.misses
+    lone = rewriter.explain(lambda x, a, b: relu(x @ a) @ b)(x[0], w[0], w[0].T)
+    assert not lone.sites
+    assert not lone.misses
+
+
+def test_heads_whose_keys_and_values_are_projected_alike() -> None:
+    """One axis in common is enough, if keys and values are made of one array."""
+
+    def f(x: Any, wq: Any, wk: Any, wv: Any) -> Any:
+        q, k, v = (jnp.einsum("td,dnh->nth", x, w) for w in (wq, wk, wv))
+        w = sigmoid(jnp.einsum("nth,nsh->nts", q, k) - 3)
+        return jnp.einsum("nts,nsh->tnh", w, v)
+
+    w = scores.draw.normal(size=(3, 16, N, H)).astype("f4")
+    x = scores.draw.normal(size=(T, 16)).astype("f4")
+    fast = rewriter.optimize(f, implementation=FORCED)
+    (site,) = fast.report(x, *w).sites
+    assert site.params["normalisation"] == "none"
+    assert far(fast(x, *w), exact(f, [x, *w])) < 3e-5
