@@ -5,9 +5,13 @@ constant of a loop, an argument of a checkpoint, or a residual that JAX took out
 loop. From the mask alone no structure can be read. So a replacement may ask for what
 the mask was made of: segments, lengths, or booleans of keys. Positions are made anew.
 
-A new input is no larger than the mask, or it is an argument of the program, which is
-in memory anyway. It holds integers or booleans, or it is an array whose blocks, stacked
-by a loop, the body has: its gradient is then of the array.
+A number that chooses between masks, such as whether a layer is local, is often one of
+several in an array. Then a body may ask for the array.
+
+A new input is no larger than the mask, or it is small, or it is an argument of the
+program, which is in memory anyway. It holds integers or booleans, or floats of at most
+two axes, such as the slopes of heads or a number for each key. Or it is an array whose
+blocks, stacked by a loop, the body has: its gradient is then of the array.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ GIVES = frozenset({"remat", "scan", "while", "cond", "shard_map"})
 """Bodies that can get new inputs. Others have derivative rules that count inputs."""
 MADE_OF = 120
 """The most values that a mask may be made of."""
+SMALL = 4096
+"""Bytes of an array that may be larger than what is made of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,17 +112,19 @@ def _over_borders(graph: Graph) -> dict[int, int]:
 
 
 def _made_of(graph: Graph, whole: int, over: Mapping[int, int]) -> tuple[int, ...]:
-    """Integers and booleans that a mask or a bias is made of; ``()`` for other values.
+    """Small values that a mask or a bias is made of; ``()`` for other values.
 
-    Blocks that a loop cut out of an array are made of it. A value made by products or
-    by other layers is no mask.
+    A number that chooses between masks may be made of others too. Blocks that a loop
+    cut out of an array are made of it. A value made by products or by other layers is
+    no mask.
 
     Args:
         graph: The program.
         whole: The mask.
         over: Values that are others on the other side of a shard_map's border.
     """
-    if len(graph.shape(whole)) < 2 or not _has_size(graph, whole):
+    few = len(graph.shape(whole)) < 2
+    if not _has_size(graph, whole) or (few and _is_inexact(graph, whole)):
         return ()
     array = sliced(graph, whole, MOVING)
     if array is not None:
@@ -125,15 +133,14 @@ def _made_of(graph: Graph, whole: int, over: Mapping[int, int]) -> tuple[int, ..
     while queue:
         value = queue.pop()
         ins = _ins(graph, value, over)
-        floats = jnp.issubdtype(graph.dtype(value), jnp.inexact)
-        if ins is None and floats and len(graph.shape(value)) > 1:
+        if ins is None and _is_inexact(graph, value) and len(graph.shape(value)) > 1:
             return ()
         for i in ins or ():
             if i in seen or graph.scalar(i) is not None:
                 continue
             seen.add(i)
             queue.append(i)
-            if not jnp.issubdtype(graph.dtype(i), jnp.inexact):
+            if not _is_inexact(graph, i) or len(graph.shape(i)) <= 2:
                 found.append(i)
         if len(seen) > MADE_OF:
             return ()
@@ -148,6 +155,10 @@ def _ins(graph: Graph, value: int, over: Mapping[int, int]) -> Sequence[int] | N
     return node.ins if node is not None and is_local(node) else None
 
 
+def _is_inexact(graph: Graph, value: int) -> bool:
+    return jnp.issubdtype(graph.dtype(value), jnp.inexact)
+
+
 def _has_size(graph: Graph, value: int) -> bool:
     return all(isinstance(d, int) for d in graph.shape(value))
 
@@ -157,7 +168,7 @@ def _is_no_larger(graph: Graph, value: int, outside: int, whole: int) -> bool:
     if not _has_size(graph, value) or _jax.is_key(graph.avals[value]):
         return False
     argument = graph.top.first_var.get(outside, (0,))[0] < 0
-    return argument or _bytes(graph, value) <= _bytes(graph, whole)
+    return argument or _bytes(graph, value) <= max(SMALL, _bytes(graph, whole))
 
 
 def _bytes(graph: Graph, value: int) -> int:

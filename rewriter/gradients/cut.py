@@ -8,6 +8,7 @@ only some of these gradients belong to attention alone, such as that of the valu
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from rewriter.algebra.template import Template, apply, template
@@ -28,26 +29,33 @@ class Cut:
 
     Attributes:
         regions: The walks over the program's graph.
-        known: By the id of a reading, and whether pieces are what a body is given.
-            Its first match over pieces and the template of it; None if there is none.
+        known: By the id of a reading, and whether pieces are what a body is given,
+            and made of some leaves. Its first match over pieces and the template of
+            it; None if there is none.
     """
 
     regions: Regions
-    known: dict[tuple[int, bool], tuple[Match, Template] | None] = field(
+    known: dict[tuple[int, bool, bool], tuple[Match, Template] | None] = field(
         default_factory=dict
     )
 
-    def up(self, match: Match, body: Scope | None = None) -> Match | None:
+    def up(
+        self,
+        match: Match,
+        body: Scope | None = None,
+        made_of: Set[int] = frozenset(),
+    ) -> Match | None:
         """The match over pieces of the arrays that it reads, or None.
 
         Args:
             match: The match.
-            body: A body that computes the match again. Pieces are then what it is
-                given, such as queries that were scaled or laid out outside of it.
+            body: A body that computes the match. Pieces are then what it is given,
+                such as queries that were scaled or laid out outside of it.
+            made_of: Leaves. If there are any, only what is made of them is a piece.
         """
-        key = id(match.reading), body is not None
+        key = id(match.reading), body is not None, bool(made_of)
         if key not in self.known:
-            self.known[key] = self._first(match, body)
+            self.known[key] = self._first(match, body, made_of)
         if self.known[key] is None:
             return None
         first, again = self.known[key]
@@ -60,14 +68,17 @@ class Cut:
         leaves = tuple(found[1].items())
         return _with_reading(restated, first.reading, leaves, found[2])
 
-    def _first(self, match: Match, body: Scope | None) -> tuple[Match, Template] | None:
+    def _first(
+        self, match: Match, body: Scope | None, made_of: Set[int]
+    ) -> tuple[Match, Template] | None:
         graph = self.regions.graph
         if body is None:
             cut = cuts(graph, [v for _, v in match.leaves], match.inner)
         else:
             given = {v for v, (at, _) in body.first_var.items() if at < 0}
             given = {v for v in given if is_float(graph.dtype(v))}  # masks are read
-            cut = match.inner & given - {match.value}
+            inside = self._made_of(match, made_of) if made_of else match.inner
+            cut = inside & given - {match.value}
             cut = cut and cut | given.intersection(v for _, v in match.leaves)
         if not cut or match.op.parts:
             return None
@@ -89,6 +100,16 @@ class Cut:
             known = template(graph, match.anchor, match.value, frozenset(leaves), first)
             return first and known and (first, known)
         return None
+
+    def _made_of(self, match: Match, leaves: Set[int]) -> set[int]:
+        """Values of the region that depend on some leaves."""
+        found, todo = set(leaves), list(leaves)
+        while todo:
+            for node in self.regions.graph.users(todo.pop()):
+                new = match.inner.intersection(node.outs) - found
+                found |= new
+                todo += new
+        return found
 
 
 def _with_reading(

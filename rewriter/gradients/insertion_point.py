@@ -119,17 +119,25 @@ def _is_had(regions: Regions, scope: Scope, value: int) -> bool:
 def _placed(regions: Regions, match: Match, scope: Scope, value: int) -> int | None:
     """What a region makes of a value by putting it elsewhere, if that is had.
 
-    Not what it puts into a mesh of another kind, as `jax.sharding.auto_axes` does: the
-    replacement stands in that of the result.
+    Or by a cast to the dtype that it has, as from a weak type. Not what it puts into a
+    mesh of another kind, as `jax.sharding.auto_axes` does: the replacement stands in
+    that of the result.
     """
     inner, avals = match.inner - {match.value}, regions.graph.avals
     for node in regions.graph.users(value):
-        placed = node.prim in PLACING and inner.issuperset(node.outs)
+        same = node.prim in PLACING or _keeps_dtype(regions, node)
+        placed = same and inner.issuperset(node.outs)
         if not placed or not _is_had(regions, scope, node.outs[0]):
             continue
         if _jax.in_one_mesh(avals[node.outs[0]], avals[match.value]):
             return node.outs[0]
     return None
+
+
+def _keeps_dtype(regions: Regions, node: Node) -> bool:
+    """Whether an equation is a cast to the dtype that its operand has."""
+    dtypes = map(regions.graph.dtype, (*node.ins, *node.outs))
+    return node.prim == "convert_element_type" and len(set(dtypes)) == 1
 
 
 def _named(regions: Regions, match: Match, scope: Scope, first: Instead) -> Instead:

@@ -162,6 +162,7 @@ def _at_its_cotangent(
     backward = find_backward(graph, match, memory)
     key = id(match.reading)
     if backward is not None:
+        match, backward = _over_what_is_given(graph, match, backward, memory, cut)
         return _over_saved_pieces(match, backward, memory, cut)
     if memory.alone[key] >= ATTEMPTS:
         return match, backward
@@ -212,6 +213,24 @@ def _over_what_is_named(match: Match, cut: Cut) -> Match:
         return match
     pieces = None if read_instead(regions, match, scope) else cut.up(match)
     return pieces if pieces and read_instead(regions, pieces, scope) else match
+
+
+def _over_what_is_given(
+    graph: Graph, match: Match, backward: Backward, memory: Memory, cut: Cut
+) -> tuple[Match, Backward]:
+    """The match over what its body is given, if the program has more gradients of that.
+
+    A body may be given a bias. Then its gradient is of the bias, and not of the slopes
+    that the bias is made of outside.
+    """
+    body, _ = home_of(match.node.scope)
+    leaves = {v for _, v in match.leaves if is_float(graph.dtype(v))}
+    around = leaves - backward.grads.keys() - body.first_var.keys()
+    pieces = cut.up(match, body, around) if around else None
+    found = pieces and find_backward(graph, pieces, memory)
+    if pieces and found and len(found.grads) > len(backward.grads):
+        return pieces, found
+    return match, backward
 
 
 def _over_saved_pieces(

@@ -129,6 +129,8 @@ class _Keys:
             if signature >= 0:
                 places = range(len(eqn.outvars))
                 results = [self._number((signature, operands, k)) for k in places]
+            elif eqn.primitive.name == "reduce_precision":
+                results = (self._rounded(eqn, *operands),)
             elif _jax.call_kind(eqn) in ("call", "remat"):
                 body = _jax.call_body(eqn)
                 results = self._results(body, operands, len(eqn.outvars))
@@ -138,6 +140,11 @@ class _Keys:
                 return None
             known.update(zip(eqn.outvars, results, strict=True))
         return tuple(self._read(known, a) for a in inner.outvars[:count])
+
+    def _rounded(self, eqn: Any, operand: int) -> int:
+        if _jax.keeps_precision(eqn):  # a checkpoint saves the same value
+            return operand
+        return self._number(("reduce_precision", str(eqn.params), operand))
 
     def _chosen(self, eqn: Any, operands: Sequence[int]) -> list[int] | None:
         """The numbers of the results of a cond; None if they cannot be told."""

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter import _jax
+from rewriter.program.equal_conds import of_equal_cond
 from rewriter.program.equal_constants import Constants
 from rewriter.program.equal_loops import Loops
-from rewriter.program.step_reads import StepReads
+from rewriter.program.step_reads import StepReads, steps_around
 
 
 @dataclass(slots=True, eq=False)
@@ -312,13 +313,14 @@ class Graph:
         first, backwards = n_consts + n_carry, bool(eqn.params["reverse"])
         how = length, backwards
         steps, mates = [], self._reads.written_by(ins[first:], self.node_of)
+        around = steps_around(scope)
         for value, var in zip(ins[first:], body.invars[first:], strict=True):
             known = self.per_step.get((value, length, not backwards))
             if known is not None:  # rather as the loop had it whose stacks are read
                 known = mates.get(value, known)
             elif scope.runs_again and not n_carry:  # as the loop had it that runs again
                 known = self._reads.first_run(ins[first:], how).get(value)
-            if known is None:
+            if known is None or known in around:  # a loop around is at another step
                 known = self._new(var.aval)
                 self.slice_of[known] = value
             self.per_step.setdefault((value, length, backwards), known)
@@ -380,9 +382,16 @@ class Graph:
             args = [self.in_branch.get((choice, k, v), v) for v in operands]
             self._child(scope, position, body, args, kind="cond", open_out=False)
         outs = self._opaque(scope, position, eqn, ins)
-        for k, child in enumerate(scope.children[position]):
-            for value, var in zip(outs, child.jaxpr.outvars, strict=True):
-                self.in_branch[choice, k, value] = self.read(child, var)
+        returned = [
+            [self.read(child, var) for var in child.jaxpr.outvars]
+            for child in scope.children[position]
+        ]
+        if outs and not eqn.effects:
+            same = of_equal_cond(self._numbers, choice, returned, outs)
+            self.producer[outs[-1]][0].outs = outs = same
+        for k, values in enumerate(returned):
+            for value, arm in zip(outs, values, strict=True):
+                self.in_branch[choice, k, value] = arm
         return outs
 
     def _library_rule(self, eqn: Any) -> bool:

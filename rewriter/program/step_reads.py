@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rewriter import _jax
+
 
 @dataclass(eq=False)
 class StepReads:
@@ -43,3 +45,20 @@ class StepReads:
             if node is not None and node.prim == "scan":
                 found |= self.by_result.get(node.outs[-1], {})
         return found
+
+
+def steps_around(scope: Any) -> set[int]:
+    """What the loops around a body read step by step.
+
+    Args:
+        scope: A scope of a graph.
+    """
+    found: set[int] = set()
+    while scope.parent is not None:
+        if scope.kind == "scan":
+            body = getattr(scope.jaxpr, "jaxpr", scope.jaxpr)
+            eqn = scope.parent.jaxpr.eqns[scope.call]
+            _, n_consts, n_carry, _ = _jax.scan_parts(eqn)
+            found.update(scope.env[v] for v in body.invars[n_consts + n_carry :])
+        scope = scope.parent
+    return found

@@ -71,6 +71,20 @@ def skipping(i: Any, c: Any, w: Any, g: Any) -> Any:
     return lax.cond(i % 2 == 0, block, same, c, w, g)
 
 
+def chosen(kept: Any) -> Any:
+    return lambda x, w, local: x + attention(x, w, kept(local))
+
+
+def layers_of(kept: Any, wrap: Any = jax.checkpoint) -> Any:
+    """Layers one after the other, of which every second one is local."""
+
+    def f(x: Any, w: Any) -> Any:
+        layer, local = wrap(chosen(kept)), jnp.arange(2) % 2 == 0
+        return layer(layer(x, w, local[0]), w, local[1])
+
+    return f
+
+
 def on_devices(x: Any, w: Any, g: Any, p: Any) -> Any:
     split = jax.shard_map(
         lambda x, w, g, p: lax.cond(p, block, same, x, w, g),
@@ -117,6 +131,24 @@ PROGRAMS = {
         ),
         (X, W, KEPT, YES),
         {"attention": 1},
+    ),
+    "a mask from a branch, in a checkpoint": (
+        jax.checkpoint(chosen(lambda p: lax.cond(p, band, causal))),
+        (X, W, YES),
+        {"attention": 1},
+    ),
+    "a mask from a branch, products are saved": (
+        jax.checkpoint(
+            chosen(lambda p: lax.cond(p, band, causal)),
+            policy=jax.checkpoint_policies.dots_saveable,
+        ),
+        (X, W, YES),
+        {"attention": 1},
+    ),
+    "masks by a layer's number, in checkpoints": (
+        layers_of(lambda p: jnp.where(p, band(), causal())),
+        (X, W),
+        {"attention": 2},
     ),
     "switch": (
         lambda x, w, g, i: lax.switch(i, [same, block, same], x, w, g),

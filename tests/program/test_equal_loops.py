@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from rewriter import _jax
 from rewriter.program.graph import Graph
 
 pytestmark = pytest.mark.once
@@ -75,3 +76,28 @@ def test_equal_loops_elsewhere() -> None:
     """Also where the first run is no part of the checkpoint."""
     first, *others = carries(differentiated(loop, loop)(X[0], X))
     assert first in others
+
+
+def test_loops_in_each_other_read_an_array_at_other_steps() -> None:
+    def pairs(x: Any) -> Any:
+        return lax.map(lambda a: lax.map(lambda b: jnp.exp(a @ b.T) @ b, x), x)
+
+    loss = lambda x: jnp.sin(jax.checkpoint(pairs)(x)).sum()
+    graph = Graph(jax.make_jaxpr(jax.grad(loss))(X[:, None]))
+    inner = 0
+    for node in (n for n in graph.nodes if n.prim == "scan"):
+        (body,) = node.scope.children[node.position]
+        scope, around = node.scope, set()
+        while scope is not None and scope.kind == "scan":
+            around |= own_steps(scope)
+            scope = scope.parent
+        inner += bool(around)
+        assert around.isdisjoint(own_steps(body))
+    assert inner >= 2  # forward and backward
+
+
+def own_steps(body: Any) -> set[int]:
+    """What a loop reads step by step."""
+    eqn = body.parent.jaxpr.eqns[body.call]
+    inner, n_consts, n_carry, _ = _jax.scan_parts(eqn)
+    return {body.env[v] for v in inner.jaxpr.invars[n_consts + n_carry :]}

@@ -43,6 +43,15 @@ def prefixed(prefix: Any) -> Any:
     return (causal() | (positions()[None, None] < prefix[:, None, None]))[:, None]
 
 
+def sloped(slopes: Any) -> Any:
+    return (positions() - positions()[:, None]) * slopes[:, None, None]
+
+
+def added(kept: Any) -> Any:
+    """As Hugging Face's models make it: of a weak type, and cast where it is read."""
+    return ((1 - kept) * -1e9)[:, None, None]
+
+
 def ordered(where: Any) -> Any:
     return (where[:, :, None] >= where[:, None])[:, None]
 
@@ -65,6 +74,8 @@ MASKS: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
         RANDOM.normal(size=(1, N, T, T)).astype(np.float32),
         "bias f32[1,2,16,16]",
     ),
+    "slopes": (sloped, np.array([0.5, 0.25], np.float32), "alibi f32[2]"),
+    "added": (added, (IDS != 0).astype(np.int32), "bias f32[2,1,1,16]"),
 }
 """By name: how a mask is made, of what, and what the site then reads."""
 
@@ -221,6 +232,16 @@ def test_a_layer_keeps_no_more_than_as_written(context, name, monkeypatch):
         return (many - few) / 4
 
     assert a_layer_more(fast) <= 1.01 * a_layer_more(jax.jit(step)) + 512
+
+
+@pytest.mark.parametrize("context", ["scan", "scan+checkpoint"])
+def test_a_loop_adds_up_the_gradient_of_a_bias_with_learned_slopes(context):
+    """The gradient of the slopes is computed once, from that of the bias."""
+    x, w, slopes = arguments("slopes")
+    scan, wrap = WRAPS[context]
+    step = functools.partial(loss, make=sloped, scan=scan, wrap=wrap)
+    step = jax.value_and_grad(step, (0, 1, 2))
+    assert read_by(step, (x, w, slopes)) == {"bias f32[1,2,16,16]"}
 
 
 # -------------------------------------------------------- where masks come from

@@ -202,6 +202,9 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "run again": jax.checkpoint(stopped),
     "run again, causal": jax.checkpoint(FOUND["looped_causal"][0]),
     "run again, nothing is saved": jax.checkpoint(saved(None)),
+    "run again, products are saved": jax.checkpoint(
+        saved(jax.checkpoint_policies.dots_saveable)
+    ),
 }  # fmt: skip
 
 

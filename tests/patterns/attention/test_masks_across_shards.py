@@ -36,7 +36,7 @@ MASKS = {
     "keys": (lambda p: (p > 0)[:, None, None, :], "mask"),
     "keys, causal": (lambda p: (p > 0)[:, None, None, :] & below(p), "mask"),
     "numbers": (lambda p: (below(p) & equal(p)).astype(jnp.int32), "q_segments"),
-    "positions": (lambda p: (p[:, :, None] >= p[:, None])[:, None], "mask"),
+    "positions": (lambda p: (p[:, :, None] >= p[:, None])[:, None], "kv_positions"),
     "strict": (lambda p: jnp.tril(jnp.ones((T, T), bool), -1), ""),
     "above": (lambda p: jnp.triu(jnp.ones((T, T), bool)), ""),
 }
