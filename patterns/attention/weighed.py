@@ -19,6 +19,7 @@ from rewriter.find.finder import Finder
 from rewriter.find.reading import Reading, Refused, unproved
 from rewriter.find.sieve import BATCHED, Step
 from rewriter.ops.score import ELEMENTWISE, NAMED
+from rewriter.patterns.attention.assembly import NAME as GENERAL
 from rewriter.patterns.attention.precision import rounded
 from rewriter.patterns.attention.read import ANCHORS, later_forms
 from rewriter.patterns.attention.score_region import NAME
@@ -65,6 +66,8 @@ def propose_weighed(find: Finder, anchor: Node) -> Iterator[Reading]:
         return
     for side in (0, 1):
         for product in _products(find, anchor.ins[side]):
+            if any(find.done(GENERAL, v) for v in later_forms(find, product)):
+                continue  # what an attention gives: these are the next one's queries
             between = _between(find, product, anchor.ins[side])
             if between is None or _has_exponentials(find, anchor.ins[side], between):
                 continue
@@ -221,7 +224,7 @@ def _divided_later(
     for value in later_forms(find, pv)[1:]:
         node = find.graph.node_of(value)
         while node is not None and node.prim not in ("div", "mul"):
-            node = find.graph.node_of(node.ins[0])
+            node = find.graph.node_of(node.ins[0]) if node.ins else None
         if node is None:
             continue
         for k in (0, 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.estimate import (
@@ -17,7 +17,6 @@ from rewriter.kernels.attention.estimate import (
     looped,
     of_xla,
     share,
-    widened,
 )
 from rewriter.kernels.attention.hopper.backward_config import (
     backward_default,
@@ -27,6 +26,7 @@ from rewriter.kernels.attention.hopper.config import (
     COPIED,
     STEP,
     filled,
+    filled_backward,
     sees_unevenly,
 )
 from rewriter.kernels.attention.hopper.dtypes import parts
@@ -43,10 +43,10 @@ OWN = {"forward": 1.03, "forward_and_vjp": 0.98}
 OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
 """Our rate as a share of cuDNN's, and the same under causal masks and windows. On an
 H100 it was 1.04 and 0.97 with all keys, 1.06 to 1.16 and 1.05 to 1.20 under such masks
-(``tests/bench/results/choices_h100.json``)."""
+(``tests/bench/results/choices_attention_h100.json``)."""
 
-TILE = 128
-"""Queries of a head that are multiplied at once."""
+TILE, BLOCK = 128, 64
+"""Queries of a head that are multiplied at once, and the fewest keys."""
 
 STREAMING = frozenset({"q", "k", "v", "kv_lengths", "offset"})
 """Operands of decoding for which this kernel was measured."""
@@ -104,22 +104,54 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
         device: A Hopper GPU.
         passes: ``forward`` or ``forward_and_vjp``.
     """
-    t, h = spec.shape("q")[1], spec.shape("q")[3]
+    h = spec.shape("q")[3]
     if not modelled(spec, device, passes).ok:
         return math.inf
     if _streams(spec, device, passes):
         return seconds(device, 0.0, _moved(spec), memory=STREAMED)
     both = passes != "forward"
-    flops = widened(spec, passes, STEP) * -(-t // TILE) * TILE / max(t, 1)
-    if parts(spec.param(PARAM)) > 1:  # v is multiplied twice in the forward
-        flops += widened(spec, "forward", STEP) / 2
-    own = OWN_UNEVEN if sees_unevenly(spec) else OWN
-    reached = own[passes] * share(passes, filled(h))
-    made = seconds(device, flops, 0.0, compute=reached, launches=8 if both else 3)
+    own = OWN_UNEVEN if _uneven(spec) else OWN
+    reached, launches = own[passes] * share(passes, filled(h)), 8 if both else 3
+    made = seconds(
+        device, _work(spec, both), 0.0, compute=reached, launches=launches
+    )  # fmt: skip
     made = max(made, least(spec, device, passes))
     made *= CAPPED if spec.param("softcap") is not None else 1.0
     made += copies(device, _made_wider(spec, both))
     return _with_gradients(spec, device, made) if both else made
+
+
+def _work(spec: Spec, both: bool) -> float:
+    """Returns operations, those of gradients in ones at the forward's rate."""
+    (_, t, _, h), s, passes = spec.shape("q"), spec.shape("k")[1], "forward_and_vjp"
+    tiles = _whole(t, TILE) * _whole(s, BLOCK)
+    forward = _flops(spec, "forward", filled) * tiles
+    if parts(spec.param(PARAM)) > 1:  # v is multiplied twice in the forward
+        forward += _flops(spec, "forward", filled) / 2
+    if not both:
+        return forward
+    backward = _flops(spec, passes, filled_backward)
+    backward -= _flops(spec, "forward", filled_backward)
+    wide = filled_backward(h)
+    slower = share(passes, filled(h)) / share(passes, wide)
+    return forward + backward * tiles * slower
+
+
+def _whole(length: int, tile: int) -> float:
+    """Returns how many times as long whole tiles are."""
+    return -(-length // tile) * tile / max(length, 1)
+
+
+def _uneven(spec: Spec) -> bool:
+    """Whether rows see unequal numbers of keys for no other reason than positions."""
+    return sees_unevenly(spec) and not spec.has("prefix")
+
+
+def _flops(spec: Spec, passes: str, read: Callable[[int], int]) -> float:
+    """Returns the operations with heads as wide as they are read."""
+    shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
+    wider = {name: (*shapes[name][:3], read(shapes[name][3])) for name in "qkv"}
+    return cost({**shapes, **wider}, dtypes, params, passes).flops
 
 
 def _made_wider(spec: Spec, both: bool) -> float:

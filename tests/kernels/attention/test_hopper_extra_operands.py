@@ -84,7 +84,8 @@ def test_gradients_take_blocks_of_128_keys_where_those_were_faster() -> None:
 
 
 def test_what_leaves_no_memory_is_refused() -> None:
-    verdict = hopper.supports(spec(256, 240, bias=TABLE, mask=MASK))
+    extra = extra_in(spec(256, bias=TABLE, mask=MASK))
+    verdict = config.fits_widths(Tiles(64, 2, 2), 256, 240, extra)
     assert "KiB of shared memory of 227 KiB" in verdict.reasons[0].text
 
 
