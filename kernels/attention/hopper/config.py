@@ -123,7 +123,7 @@ def default(spec: Spec, device: Device) -> Tiles:
         best = Tiles(128, 4, 3, turns=False, held=left is not None or not hides)
     elif max(h, e) > 128:
         best = _of_wide_heads(h, e, spec)
-    elif long and left is None:
+    elif long and left is None and not _is_copied_by_rows(spec):
         best = Tiles(160, 2, 2, turns=False)
     elif left is not None and extra == NONE and not spec.param("softcap"):
         best = Tiles(64, 3, 3, turns=False)
@@ -140,6 +140,13 @@ def default(spec: Spec, device: Device) -> Tiles:
     tried = [_claiming(x, spec) for x in tried]
     made = next((x for x in tried if _fits(x, spec).ok), smallest)
     return replace(made, programs=processors(device))
+
+
+def _is_copied_by_rows(spec: Spec) -> bool:
+    """Whether panels are copied: of 64 columns, if that divides the keys of a block."""
+    lengths = spec.shape("q")[1], spec.shape("k")[1]
+    read = widths(spec) != (spec.shape("q")[3], spec.shape("v")[3])
+    return read or any(x % EDGE for x in lengths)
 
 
 def _of_wide_heads(h: int, e: int, spec: Spec) -> Tiles:

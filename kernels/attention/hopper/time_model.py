@@ -24,7 +24,6 @@ from rewriter.kernels.attention.hopper.backward_config import (
 )
 from rewriter.kernels.attention.hopper.config import (
     COPIED,
-    STEP,
     filled,
     filled_backward,
     sees_unevenly,
