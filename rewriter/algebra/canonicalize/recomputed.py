@@ -50,7 +50,9 @@ class Recomputed:
         node = self.g.node_of(value)
         if node is None or node.prim not in OPAQUE or not self.varies(value):
             return None
-        alg, steps, forms = self.alg, self.varies(value), []
+        alg, forms = self.alg, []
+        # The number of a single step is no index.
+        steps = tuple(i for i in self.varies(value) if i is not None)
         for i in node.ins:
             at = alg.spare_indices(self.g.shape(i), steps)
             own = alg.spare_indices((alg.sizes[s] for s in steps), (*at, *steps))

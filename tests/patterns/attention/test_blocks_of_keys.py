@@ -202,8 +202,7 @@ def two_parts_merged(q, k, v):
     return o1 * a / total + o2 * b / total
 
 
-@case()
-def parts_stacked_and_merged(q, k, v):
+def parts_merged(q, k, v, size: int):
     """Rabe and Staats' algorithm: chunks of queries, in each a map over keys."""
 
     def chunk(start, _):
@@ -217,10 +216,10 @@ def parts_stacked_and_merged(q, k, v):
             return jnp.einsum("bnts,bnsh->bnth", e, vb), e.sum(-1), m[..., 0]
 
         def part(i):
-            kb, vb = (lax.dynamic_slice(x, (0, 0, i, 0), (B, N, 12, H)) for x in (k, v))
+            kb, vb = (lax.dynamic_slice_in_dim(x, i, size, 2) for x in (k, v))
             return summary(kb, vb)
 
-        values, weights, m = lax.map(part, jnp.arange(0, S, 12))
+        values, weights, m = lax.map(part, jnp.arange(0, S, size))
         most = m.max(0, keepdims=True)
         values *= jnp.exp(m - most)[..., None]
         weights *= jnp.exp(m - most)
@@ -228,6 +227,17 @@ def parts_stacked_and_merged(q, k, v):
 
     _, out = lax.scan(chunk, 0, None, length=T // BLOCK)
     return jnp.moveaxis(out, 0, 2).reshape(B, N, T, H)
+
+
+@case()
+def parts_stacked_and_merged(q, k, v):
+    return parts_merged(q, k, v, 12)
+
+
+@case()
+def one_part_merged(q, k, v):
+    """A loop of a single step, whose number is no index."""
+    return parts_merged(q, k, v, S)
 
 
 @case(CAUSAL, window=(None, 0))
