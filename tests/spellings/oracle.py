@@ -22,6 +22,9 @@ def attention(
     sinks=None,
     dropout=None,
     scale_factor=None,
+    kv_positions=None,
+    first_position=None,
+    last_position=None,
     *,
     scale=1.0,
     window=(None, None),
@@ -49,6 +52,10 @@ def attention(
     keep = np.broadcast_to(keep[:, None], (keep.shape[0], *scores.shape[1:]))
     if mask is not None:
         keep = keep & mask.astype(bool)
+    if first_position is not None:
+        keep = keep & (kv_positions[:, None, None] >= first_position[:, None, :, None])
+    if last_position is not None:
+        keep = keep & (kv_positions[:, None, None] <= last_position[:, None, :, None])
     keep = np.broadcast_to(keep, scores.shape)
     return _weigh(scores, keep, v, sinks, dropout, empty_rows)
 
