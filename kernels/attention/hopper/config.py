@@ -72,7 +72,7 @@ def filled(width: int) -> int:
     An odd number of `STEP` columns makes the narrowest tiles, of 32 bytes, which are
     slow to copy and to read. So such heads are taken as multiples of `WIDE_STEP`. On an
     H100 heads of 72 then took 0.73 to 0.87 of the time, of 112 0.83, of 40 0.76 to
-    1.02, of 80 0.99 to 1.01.
+    1.02, of 80 0.99 to 1.01 (``tests/bench/results/attention_in_place_h100.json``).
 
     Example:
         >>> [filled(x) for x in (16, 40, 64, 72, 96, 112)]

@@ -70,7 +70,8 @@ def configs(spec: Spec, device: Device) -> list[Split]:
     """Returns configs worth measuring, most promising first.
 
     Blocks of 128 keys and one reader make half as many pieces. On an H100, heads of 128
-    then took 0.86 to 1.01 of the time, and heads of 64 1.01 to 1.08.
+    then took 0.85 to 1.01 of the time, and heads of 64 1.01 to 1.08
+    (``tests/bench/results/attention_in_place_h100.json``).
     """
     here, wide = processors(device), max(spec.shape(x)[3] for x in "qv") > 64
     first = [(128, 2, 1), (64, 2, 2)][:: 1 if wide else -1]
