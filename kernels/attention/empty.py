@@ -49,6 +49,30 @@ AVERAGED = frozenset({"mean", PASSING})
 """The values of ``empty_rows`` that give the mean of v over all keys."""
 
 
+def if_any(
+    empty: Array,
+    grads: Mapping[str, Array],
+    completed: Callable[[], Mapping[str, Array]],
+) -> dict[str, Array]:
+    """Returns cotangents, completed only if some row sees no key.
+
+    Few batches have such a row, though masks of data allow it. Their share takes up to
+    a third of the time of the other kernels.
+
+    Args:
+        empty: Bool [b, n, t], the rows without keys.
+        grads: The cotangents of other rows, by name.
+        completed: Gives the cotangents of all rows, those of any of the names.
+    """
+    given = dict(grads)
+
+    def all_rows() -> dict[str, Array]:
+        made = given | dict(completed())
+        return {n: x.astype(given[n].dtype) for n, x in made.items()}
+
+    return lax.cond(jnp.any(empty), all_rows, lambda: given)
+
+
 def passed(
     operands: Mapping[str, Array],
     params: Mapping[str, Any],
