@@ -111,19 +111,25 @@ def _of_qkv(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
     """The cotangents of q, k and v, without those of rows without keys."""
     (b, t, n, h), wide = use.q.shape, x.of_keys.problem.h
     of_keys = x.of_keys
+    like = lambda *names: [_type_of(getattr(use, name)) for name in names]
     if config.fused:
         total = jax.new_ref(jnp.zeros((b, -(-t // EDGE) * EDGE, n, wide), jnp.float32))
         both = of_keys.arrays | {"dq": total}
-        dk, dv = _call(Fused, of_keys.problem, both)
+        dk, dv = _call(Fused, of_keys.problem, both, like("k", "v"))
         dq = (total[...][:, :t, :, :h] * use.scale).astype(use.q.dtype)
         if x.of_queries.problem.mask.may_be_empty:
             # Ignores values added to rows without keys.
             dq = jnp.where(x.empty.swapaxes(1, 2)[..., None], 0, dq)
     else:
         kind = Divided if config.divided else OfKeys
-        dk, dv = _call(kind, of_keys.problem, of_keys.arrays)
-        (dq,) = _call(OfQueries, x.of_queries.problem, x.of_queries.arrays)
+        dk, dv = _call(kind, of_keys.problem, of_keys.arrays, like("k", "v"))
+        of_queries = x.of_queries
+        (dq,) = _call(OfQueries, of_queries.problem, of_queries.arrays, like("q"))
     return {"q": dq, "k": dk, "v": dv}
+
+
+def _type_of(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _of_rows(use: Use, lse: Array, x: Inputs) -> dict[str, Array]:
@@ -160,6 +166,7 @@ def _with_empty_rows(
     grads: dict[str, Array], use: Use, out: Array, lse: Array, cotangent: Array
 ) -> dict[str, Array]:
     """The cotangents with the share of rows without keys: in v, and through scores."""
+    use = use.unpacked()
     dv = _values_of_empty_rows(grads["v"], lse == -jnp.inf, cotangent, use.empty_rows)
     grads = grads | {"v": dv}
     if use.empty_rows not in PASSES or use.sinks is not None:
@@ -244,18 +251,15 @@ def _values_of_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -
     return (dv.astype(jnp.float32) + share).astype(dv.dtype)
 
 
-def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any = None) -> Any:
-    """Runs one of the kernels on arrays by name, and returns its results.
+def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any) -> Any:
+    """Runs one of the kernels on arrays by name; returns its results, of types `out`.
 
-    Results are of shapes `out`, or like arrays that the kernel names.
-    A "dq" among them is a reference to memory that is added to.
+    A "dq" among the arrays is a reference to memory that is added to.
     """
     q, dq = named["q"], named.pop("dq", None)
     named = named | pallas.dealt(p.order)
     if dq is not None:
         named["dq"] = dq
-    like = [jax.ShapeDtypeStruct(named[x].shape, q.dtype) for x in kind.results]
-    out = out or like
     scratch = kind.scratch(p, q.dtype)
 
     def body(*references: Any, **memory: Any) -> None:
