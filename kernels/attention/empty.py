@@ -52,7 +52,7 @@ AVERAGED = frozenset({"mean", PASSING})
 def if_any(
     empty: Array,
     grads: Mapping[str, Array],
-    completed: Callable[[], Mapping[str, Array]],
+    completed: Callable[[dict[str, Array]], Mapping[str, Array]],
 ) -> dict[str, Array]:
     """Returns cotangents, completed only if some row sees no key.
 
@@ -62,15 +62,20 @@ def if_any(
     Args:
         empty: Bool [b, n, t], the rows without keys.
         grads: The cotangents of other rows, by name.
-        completed: Gives the cotangents of all rows, those of any of the names.
+        completed: Gives the cotangents of all rows from those, of any of the names.
     """
-    given = dict(grads)
+    shapes = {n: x.shape for n, x in grads.items()}
 
-    def all_rows() -> dict[str, Array]:
-        made = given | dict(completed())
-        return {n: x.astype(given[n].dtype) for n, x in made.items()}
+    def all_rows(flat: dict[str, Array]) -> dict[str, Array]:
+        given = {n: x.reshape(shapes[n]) for n, x in flat.items()}
+        made = given | dict(completed(given))
+        return {n: x.astype(flat[n].dtype).reshape(-1) for n, x in made.items()}
 
-    return lax.cond(jnp.any(empty), all_rows, lambda: given)
+    # With a single axis there is one layout. XLA would choose those of the products in
+    # `completed`, and transpose cotangents that nothing is added to.
+    flat = {n: x.reshape(-1) for n, x in grads.items()}
+    made = lax.cond(jnp.any(empty), all_rows, lambda flat: flat, flat)
+    return {n: x.reshape(shapes[n]) for n, x in made.items()}
 
 
 def passed(

@@ -103,7 +103,7 @@ def backward(
     given_back = use.empty_rows not in ZERO or use.empty_rows in PASSES
     if not (given_back and x.of_queries.problem.mask.may_be_empty):
         return grads
-    completed = lambda: _with_empty_rows(grads, use, out, lse, cotangent)
+    completed = lambda given: _with_empty_rows(given, use, out, lse, cotangent)
     return if_any(x.empty, grads, completed)
 
 

@@ -149,8 +149,8 @@ def backward(
         grads["sinks"] = -(jnp.exp(share) * delta).sum((0, 2))
     if p.may_be_empty and p.empty_rows in PASSES:
         lse = jnp.where(empty, -jnp.inf, 0.0)
-        completed = lambda: xla.with_passed(
-            grads, operands, params, out=out, lse=lse, cotangent=cotangent
+        completed = lambda given: xla.with_passed(
+            given, operands, params, out=out, lse=lse, cotangent=cotangent
         )
         grads = if_any(empty, grads, completed)
     return {n: x.astype(operands[n].dtype) for n, x in grads.items()}

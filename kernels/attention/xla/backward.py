@@ -338,7 +338,7 @@ def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
     empty = p.arrays["lse"] == -jnp.inf
     if p.empty_rows in ZERO and p.empty_rows not in PASSES:
         return {}
-    return if_any(empty, grads, lambda: _of_empty(p, grads, empty))
+    return if_any(empty, grads, lambda given: _of_empty(p, given, empty))
 
 
 def _of_empty(p: Problem, grads: dict[str, Array], empty: Array) -> dict[str, Array]:
