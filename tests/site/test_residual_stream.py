@@ -282,7 +282,7 @@ def test_a_product_with_a_bias_is_added_in_the_kernel(calls: Calls) -> None:
 @pytest.mark.parametrize(
     "f",
     [of_row, of_number, of_another, of_itself, of_product,
-     of_biased_product, read_once, difference],
+     read_once, difference],
 )  # fmt: skip
 def test_sums_that_are_left(f: Callable[..., Any], calls: Calls) -> None:
     fast = rewriter.optimize(f, implementation=FORCED, strict=True)
