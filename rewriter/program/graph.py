@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter import _jax
+from rewriter.program.counters import Counters, only_counts
 from rewriter.program.equal_conds import of_equal_cond
 from rewriter.program.equal_constants import Constants
 from rewriter.program.equal_loops import Loops
@@ -115,7 +116,7 @@ class Graph:
         self.fresh_in: dict[int, Scope] = {}
         self.per_step: dict[tuple[int, int, bool], int] = {}
         self.slice_of: dict[int, int] = {}
-        self.counters: dict[int, tuple[int, int, int]] = {}
+        self.counters = Counters()
         self.per_device: dict[Any, int] = {}
         self.in_branch: dict[tuple[int, int, int], int] = {}
         self.stacked: dict[int, tuple[int | None, ...]] = {}
@@ -313,19 +314,23 @@ class Graph:
         first, backwards = n_consts + n_carry, bool(eqn.params["reverse"])
         how = length, backwards
         steps, mates = [], self._reads.written_by(ins[first:], self.node_of)
+        is_map = only_counts(eqn)
         around = steps_around(scope)
         for value, var in zip(ins[first:], body.invars[first:], strict=True):
             known = self.per_step.get((value, length, not backwards))
             if known is not None:  # rather as the loop had it whose stacks are read
                 known = mates.get(value, known)
-            elif scope.runs_again and not n_carry:  # as the loop had it that runs again
+            elif scope.runs_again and is_map:  # as the loop had it that runs again
                 known = self._reads.first_run(ins[first:], how).get(value)
+                known = self.per_step.get((value, *how)) if known is None else known
             if known is None or known in around:  # a loop around is at another step
                 known = self._new(var.aval)
                 self.slice_of[known] = value
             self.per_step.setdefault((value, length, backwards), known)
             steps.append(known)
-        args = ins[:n_consts] + self._fresh(body, slice(n_consts, first)) + steps
+        carries = self._fresh(body, slice(n_consts, first))
+        carries = self.counters.shared(scope, eqn, ins, carries)
+        args = [*ins[:n_consts], *carries, *steps]
         self._child(
             scope, position, body, args, kind="scan", length=length, open_out=False
         )
@@ -333,7 +338,7 @@ class Graph:
         child = scope.children[position][-1]
         read = dict(zip(ins[first:], steps, strict=True))
         self._reads.by_result[outs[-1] if outs else -1] = read
-        if not n_carry and not scope.runs_again:
+        if is_map and not scope.runs_again:
             self._reads.maps.append((how, read))
         for k in range(n_carry):
             self._note_counter(child, n_consts + k, k, ins[n_consts + k], length)
@@ -356,7 +361,7 @@ class Graph:
             return
         step = self.scalar(node.ins[1 - node.ins.index(carry)])
         if isinstance(step, int) and isinstance(length, int):
-            self.counters[carry] = first, step, length
+            self.counters.known[carry] = first, step, length
 
     def _shard_map(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         """Parts on each device: a value split the same way again keeps its parts."""
