@@ -41,15 +41,17 @@ class StepReads:
         """
         length, backwards, around = how = how_of(scope, eqn)
         back = length, not backwards, around
-        rather = {**self.first_run(arrays, back), **self.written_by(arrays, node_of)}
+        stacks = [v for v in arrays if (n := node_of(v)) and n.prim == "scan"]
+        rather = {**self.first_run(arrays, back), **self.written_by(stacks, node_of)}
+        alone = any(not only_counts(node_of(v).eqn) for v in stacks)
         again: Mapping[int, int] | None = None
-        if scope.runs_again and only_counts(eqn):
+        if scope.runs_again and only_counts(eqn) and not is_read_whole(scope, eqn):
             again = self.first_run(arrays, how)
         found, outer = [], steps_around(scope)
         for value in arrays:
             known = self.per_step.get((value, back))
             if known is not None:  # rather as the loop had it whose stacks are read
-                known = rather.get(value, known)
+                known = rather.get(value, known if value in stacks or not alone else None)
             elif again is not None:  # as the loop had it that runs again
                 known = again.get(value, self.per_step.get((value, how)))
             found.append(None if known in outer else known)  # that is at another step
@@ -68,12 +70,13 @@ class StepReads:
             outs: Its results.
             stacked: Those that are stacked, to what the body returns.
         """
-        how = how_of(scope, eqn)
-        for value, step in read.items():
-            self.per_step.setdefault((value, how), step)
+        how, is_map = how_of(scope, eqn), only_counts(eqn)
         self.by_result[outs[-1] if outs else -1] = read
-        if not scope.runs_again and only_counts(eqn):
-            self.maps.append((how, read))
+        if not (is_map and is_read_whole(scope, eqn)):
+            for value, step in read.items():
+                self.per_step.setdefault((value, how), step)
+            if is_map and not scope.runs_again:
+                self.maps.append((how, read))
         self.per_step.update({(v, how): step for v, step in stacked.items()})
 
     def first_run(self, arrays: Sequence[int], how: How) -> Mapping[int, int]:
@@ -106,6 +109,60 @@ def how_of(scope: Any, eqn: Any) -> How:
     """How a scan in a body runs."""
     length = _jax.scan_parts(eqn)[3]
     return length, bool(eqn.params["reverse"]), loops_around(scope)
+
+
+MOVES = frozenset(
+    {"reshape", "transpose", "broadcast_in_dim", "squeeze", "convert_element_type"}
+)
+
+
+def is_read_whole(scope: Any, eqn: Any) -> bool:
+    """Whether another loop reads at each step all that a loop stacks.
+
+    Then both are at different steps: a loop may make the positions of all blocks of
+    keys, which one over blocks of queries reads.
+
+    Args:
+        scope: The body that the loop is in.
+        eqn: A scan.
+    """
+    eqns, found = scope.jaxpr.eqns, set(eqn.outvars)
+    position = next(k for k, e in enumerate(eqns) if e is eqn)
+    while True:
+        if _reads_whole(eqns[position + 1 :], found):
+            return True
+        if scope.kind not in ("call", "remat"):
+            return False
+        left = [k for k, v in enumerate(scope.jaxpr.outvars) if _is_in(v, found)]
+        position, scope = scope.call, scope.parent
+        eqns = scope.jaxpr.eqns
+        found = {eqns[position].outvars[k] for k in left}
+
+
+def _reads_whole(eqns: Sequence[Any], found: set[Any]) -> bool:
+    """Whether a loop among equations is given a value, and not its steps."""
+    for eqn in eqns if found else ():
+        given = [_is_in(a, found) for a in eqn.invars]
+        if not any(given):
+            continue
+        kind = _jax.call_kind(eqn)
+        if kind == "scan":
+            _, n_consts, n_carry, _ = _jax.scan_parts(eqn)
+            if any(given[: n_consts + n_carry]):
+                return True
+        elif kind in ("call", "remat"):
+            body = _jax.call_body(eqn)
+            body = getattr(body, "jaxpr", body)
+            pairs = zip(body.invars, given, strict=True)
+            if _reads_whole(body.eqns, {v for v, is_given in pairs if is_given}):
+                return True
+        elif eqn.primitive.name in MOVES:
+            found = found | set(eqn.outvars)
+    return False
+
+
+def _is_in(atom: Any, found: set[Any]) -> bool:
+    return not _jax.is_literal(atom) and atom in found
 
 
 def steps_around(scope: Any) -> set[int]:
