@@ -1,7 +1,8 @@
 """Carries of loops to which each step adds the same number.
 
-A checkpoint's recomputation runs a loop again. What counts the steps of both from the
-same number is one value: the same function of the step. Loops that stand in each other
+A checkpoint's recomputation runs a loop again. Where it carries nothing else, what
+counts the steps of both from the same number is one value: the same function of the
+step. Loops that stand in each other
 are at different steps, so only those with as many loops around count alike.
 """
 
@@ -40,17 +41,15 @@ class Counters:
             fresh: New values for its carries.
         """
         _, n_consts, n_carry, length = _jax.scan_parts(eqn)
-        found, again = list(fresh), scope.runs_again
+        found, again = list(fresh), scope.runs_again and only_counts(eqn)
         place = loops_around(scope), length, bool(eqn.params["reverse"])
         for k in range(n_carry):
             step = added(eqn, k)
             if step is None:
                 continue
             key = (*place, ins[n_consts + k], step)
-            if again:
-                found[k] = self.by_count.get(key, found[k])
-            else:
-                self.by_count.setdefault(key, found[k])
+            first = self.by_count.setdefault(key, found[k])
+            found[k] = first if again else found[k]
         return found
 
 

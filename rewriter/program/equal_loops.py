@@ -59,7 +59,7 @@ class Loops:
                 self.results.setdefault(key, its_outs[part])
         same = list(outs)
         for key, part in _Keys(graph, self.numbers, self.stacked).of(eqn, ins):
-            same[part] = self.results.get(key, same[part])
+            same[part] = self.results.setdefault(key, tuple(same[part]))
         return tuple(same)
 
 
