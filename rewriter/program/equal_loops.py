@@ -55,7 +55,9 @@ class Loops:
             return tuple(outs)
         while self.seen:
             earlier, its_ins, its_outs = self.seen.pop(0)
-            for key, part in _Keys(graph, self.numbers, self.stacked).of(earlier, its_ins):
+            for key, part in _Keys(graph, self.numbers, self.stacked).of(
+                earlier, its_ins
+            ):
                 self.results.setdefault(key, its_outs[part])
         same = list(outs)
         for key, part in _Keys(graph, self.numbers, self.stacked).of(eqn, ins):

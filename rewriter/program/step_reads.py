@@ -9,7 +9,6 @@ from typing import Any
 from rewriter import _jax
 from rewriter.program.counters import loops_around, only_counts
 
-
 How = tuple[Any, bool, tuple[Any, ...]]
 """A loop's length, whether it goes backwards, and the loops around it."""
 
@@ -33,6 +32,9 @@ class StepReads:
     ) -> list[int | None]:
         """What earlier loops have at each step of arrays; None where it is new.
 
+        A loop that goes back has what the loop had whose stacks it reads. If that one
+        carries more than counters, steps of other loops are no steps of its own.
+
         Args:
             scope: The body that the loop is in.
             eqn: A scan.
@@ -51,7 +53,9 @@ class StepReads:
         for value in arrays:
             known = self.per_step.get((value, back))
             if known is not None:  # rather as the loop had it whose stacks are read
-                known = rather.get(value, known if value in stacks or not alone else None)
+                known = rather.get(
+                    value, known if value in stacks or not alone else None
+                )
             elif again is not None:  # as the loop had it that runs again
                 known = again.get(value, self.per_step.get((value, how)))
             found.append(None if known in outer else known)  # that is at another step
