@@ -29,7 +29,7 @@ class Loops:
         results: By what they are, results of the first such loop.
         seen: Loops that are not in `results` yet: what they are is told once there is a
             recomputation.
-        stacked: By results of a loop without carries, the numbers of its steps.
+        stacked: By results of a loop, the numbers of what its steps give.
     """
 
     numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -82,15 +82,16 @@ class _Keys:
     def of(self, eqn: Any, ins: Sequence[int]) -> list[tuple[Hashable, slice]]:
         """What results of a scan are, as far as it is told, and which ones."""
         _, _, n_carry, length = _jax.scan_parts(eqn)
-        how, outs = (length, bool(eqn.params["reverse"])), self._outs(eqn, ins)
+        how = length, bool(eqn.params["reverse"])
+        outs = self._outs(eqn, ins, n_carry or len(eqn.outvars))
         if outs is None:
             return []
         if n_carry:
             return [((*how, outs), slice(0, n_carry))]
         return [((*how, "each", x), slice(k, k + 1)) for k, x in enumerate(outs)]
 
-    def _outs(self, eqn: Any, ins: Sequence[int]) -> tuple[int, ...] | None:
-        """The numbers of a scan's carries after a step, or of what it stacks."""
+    def _outs(self, eqn: Any, ins: Sequence[int], count: int) -> tuple[int, ...] | None:
+        """The numbers of a scan's first carries after a step, and of what it stacks."""
         body, n_consts, n_carry, length = _jax.scan_parts(eqn)
         if eqn.effects:
             return None
@@ -102,22 +103,24 @@ class _Keys:
                 given.append(self._number(("input", k - n_consts, value)))
             else:
                 given.append(self._step(value, how))
-        return self._results(body, given, n_carry or len(eqn.outvars))
+        return self._results(body, given, count)
 
     def _step(self, value: int, how: tuple[Any, bool]) -> int:
         """The number of a step of an array, which an earlier loop may have stacked.
 
         The first run of a loop may have the positions of its blocks from a loop of
-        their own, where its recomputation makes them at each step.
+        their own, where its recomputation makes them at each step. And a checkpoint may
+        save products of the first run's steps.
         """
         node, k = self.graph.producer.get(value, (None, 0))
         if node is None or node.prim != "scan":
             return self._number(("step", value))
         _, _, n_carry, length = _jax.scan_parts(node.eqn)
-        if n_carry or how != (length, bool(node.params["reverse"])):
+        if k < n_carry or how != (length, bool(node.params["reverse"])):
             return self._number(("step", value))
         if node.outs not in self.stacked:
-            self.stacked[node.outs] = self._outs(node.eqn, node.ins)
+            made = self._outs(node.eqn, node.ins, len(node.outs))
+            self.stacked[node.outs] = made
         made = self.stacked[node.outs]
         return made[k] if made else self._number(("step", value))
 

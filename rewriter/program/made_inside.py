@@ -111,8 +111,8 @@ def _is_light(body: Any) -> bool:
 
 def _is_whole(aval: Any) -> bool:
     """Whether an array is of booleans or integers, or a few numbers for all of it."""
-    dtype = aval.dtype
-    return dtype == bool or jnp.issubdtype(dtype, jnp.integer) or not aval.shape
+    kinds = jnp.bool_, jnp.integer
+    return not aval.shape or any(jnp.issubdtype(aval.dtype, kind) for kind in kinds)
 
 
 def _has_constants(body: Any) -> bool:
