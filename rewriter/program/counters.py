@@ -2,8 +2,8 @@
 
 A checkpoint's recomputation runs a loop again. Where it carries nothing else, what
 counts the steps of both from the same number is one value: the same function of the
-step. Loops that stand in each other
-are at different steps, so only those with as many loops around count alike.
+step. Loops that stand in each other are at different steps, so only those with as many
+loops around count alike. So is a loop of which another one reads all that it stacks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from rewriter import _jax
+from rewriter.program.loop_places import is_read_whole, loops_around
 
 
 @dataclass(eq=False)
@@ -41,7 +42,8 @@ class Counters:
             fresh: New values for its carries.
         """
         _, n_consts, n_carry, length = _jax.scan_parts(eqn)
-        found, again = list(fresh), scope.runs_again and only_counts(eqn)
+        again = scope.runs_again and only_counts(eqn)
+        again, found = again and not is_read_whole(scope, eqn), list(fresh)
         place = loops_around(scope), length, bool(eqn.params["reverse"])
         for k in range(n_carry):
             step = added(eqn, k)
@@ -51,16 +53,6 @@ class Counters:
             first = self.by_count.setdefault(key, found[k])
             found[k] = first if again else found[k]
         return found
-
-
-def loops_around(scope: Any) -> tuple[Any, ...]:
-    """The lengths of the loops around a body, innermost first."""
-    lengths = []
-    while scope.parent is not None:
-        if scope.kind in ("scan", "while"):
-            lengths.append((scope.kind, scope.length))
-        scope = scope.parent
-    return tuple(lengths)
 
 
 def added(eqn: Any, k: int) -> tuple[str, int] | None:
