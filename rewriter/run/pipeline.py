@@ -21,6 +21,7 @@ from rewriter.find.sieve import possible
 from rewriter.measure.programs import Task
 from rewriter.program.equal_constants import once
 from rewriter.program.joined_sums import join
+from rewriter.program.made_inside import make_inside
 from rewriter.program.propagation import Placement
 from rewriter.program.sums_of_rows import split
 from rewriter.rewrite.rewritten import Rewritten
@@ -218,7 +219,7 @@ def _initial_program(
 
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
     patterns = tuple(for_platform(possible(closed_jaxpr, patterns), config))
-    start = once(closed_jaxpr) if patterns else closed_jaxpr
+    start = make_inside(once(closed_jaxpr)) if patterns else closed_jaxpr
     if any(p.of_rows for p in patterns):
         start = start if config.numerics == "strict" else join(start)
         start = split(start)
