@@ -253,12 +253,7 @@ def around(layers: int, start: int, repeats: int = 12) -> dict[str, object]:
 def lowered(name: str, fn, args_of, start: int, repeats: int = 8) -> dict[str, object]:
     """Seconds to trace and lower a program, by `jax.jit` and as it is rewritten.
 
-    Args:
-        name: The program's name.
-        fn: The program.
-        args_of: Its arguments, given how much longer sequences are.
-        start: How much longer they are at first.
-        repeats: The number of runs.
+    Arguments are those of `cost`.
     """
     seconds: dict[str, list[float]] = {}
     for run in range(repeats):
