@@ -115,17 +115,27 @@ def rewrite(
         placement: Where its inputs are, if it runs on more than one device; or why
             that is not known.
     """
-    clock = _Clock()
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
-        program = _initial_program(closed_jaxpr, config, user_patterns, placement)
-        if not program.patterns:
-            return _without_patterns(program, clock)
-        try:
-            program = _after_passes(program, clock)
-        except Unlike as why:
-            log.debug("layers are looked at one by one: %s", why)
-            program = _after_passes(program, clock, without=("fold",))
-        program.walks.graph.release()
+        # Within a function of its own: what it made is freed before collection goes on.
+        return _rewritten(closed_jaxpr, config, user_patterns, placement)
+
+
+def _rewritten(
+    closed_jaxpr: ClosedJaxpr,
+    config: Config,
+    user_patterns: Sequence[Any],
+    placement: Placement | str | None,
+) -> Rewritten:
+    clock = _Clock()
+    program = _initial_program(closed_jaxpr, config, user_patterns, placement)
+    if not program.patterns:
+        return _without_patterns(program, clock)
+    try:
+        program = _after_passes(program, clock)
+    except Unlike as why:
+        log.debug("layers are looked at one by one: %s", why)
+        program = _after_passes(program, clock, without=("fold",))
+    program.walks.graph.release()
     assert program.found is not None
     return Rewritten(
         program.closed_jaxpr if program.changed else closed_jaxpr,
