@@ -39,7 +39,7 @@ PATTERNS = {
         "attention.read", "Attention, in any spelling: softmax(q kᵀ · scale + ...) v."
     ),
     "scored_attention": Shipped(
-        "attention.scored", "Attention with any function of its scores."
+        "attention.functions.softmax", "Attention with any function of its scores."
     ),
     "paged_attention": Shipped(
         "attention.paged", "Attention to keys and values that lie in pages of a pool."

@@ -16,8 +16,8 @@ import pytest
 
 import rewriter
 from tests import slow
-from tests.patterns.attention.test_scored import FORCED, exact, far
-from tests.patterns.attention.test_scored import quickly as quickly
+from tests.patterns.attention.functions.checks import FORCED, exact, far
+from tests.patterns.attention.functions.checks import quickly as quickly
 
 pytestmark = pytest.mark.once
 
