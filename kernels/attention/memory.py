@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 
 from rewriter.kernels.attention.estimate import FEW_ROWS
+from rewriter.ops.device import Device
 from rewriter.ops.estimate import item
 from rewriter.ops.kernel import Spec
 
@@ -24,13 +25,16 @@ PLAIN = frozenset({"q", "k", "v", "kv_lengths"})
 """The operands with which cuDNN needs no further arrays."""
 
 
-def temporary(spec: Spec, passes: str) -> Mapping[str, float]:
+def temporary(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """Returns bytes by ``"xla"`` and by kernels; nothing for few rows of a key head.
 
     Args:
         spec: The use, of known sizes.
+        device: Where it runs.
         passes: ``"forward"``, or with gradients.
     """
+    if device.platform != "cuda":
+        return {}
     (b, t, n, h), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
     if t * n // max(heads, 1) <= FEW_ROWS:
         return {}
