@@ -47,6 +47,14 @@ FLOOR, FLOOR_OF_GRADIENTS = 0.05, 0.25
 It is larger for gradients, where larger terms cancel.
 """
 
+CANCELLED = 8.0
+"""How many roundings of the largest row a gradient's row of zeros may be off by: what
+cancels in it exactly as written cancels up to roundings in another order."""
+
+NOISE = 0.3
+"""The share by which a row changes if it is made of roundings alone, and the program's
+arguments move by a rounding. A wrong value changes by a few roundings."""
+
 Runs = Callable[[], Sequence[Any]]
 
 
@@ -83,6 +91,7 @@ def judged(
     shaken: Runs = tuple,
     exact: Callable[[], Any] | None = None,
     *,
+    again: Runs = tuple,
     gradient: bool = False,
     scaled: bool = False,
     always: bool = False,
@@ -97,7 +106,10 @@ def judged(
         shaken: Returns original results for arguments moved by a rounding; called only
             if the two differ.
         exact: Returns the result in float64; called likewise.
-        gradient: Whether rows that are exactly zero must stay so.
+        again: Returns rewritten results for arguments moved by a rounding; called only
+            if a gradient still differs.
+        gradient: Whether rows that are exactly zero must stay so, but for roundings of
+            what cancels.
         scaled: Whether the arguments are of unusual size. Then rows where float64 gives
             other values prove nothing, and gradients are only checked for being finite.
         always: Whether to call the other two in any case, for their errors.
@@ -110,7 +122,7 @@ def judged(
     """
     with np.errstate(all="ignore"):
         return _judged(
-            written, rewritten, coarse, shaken, exact, gradient=gradient,
+            written, rewritten, coarse, shaken, exact, again=again, gradient=gradient,
             scaled=scaled, always=always, unit=unit,
         )  # fmt: skip
 
@@ -122,6 +134,7 @@ def _judged(
     shaken: Runs,
     exact: Callable[[], Any] | None,
     *,
+    again: Runs,
     gradient: bool,
     scaled: bool,
     always: bool,
@@ -145,6 +158,8 @@ def _judged(
     if not case.fine(gradient, sizes):
         others = [_wide(_host(x)) for x in shaken()]
         case = _Case(a, b, coarse, others, reference, scaled, floor, unit)
+        if gradient and sizes and not case.fine(gradient, sizes):
+            case.note_roundings([_wide(_host(x)) for x in again()])
     return case.verdicts(gradient, sizes)
 
 
@@ -191,7 +206,10 @@ class _Case:
         own = _norm(np.where(kinds_a == 0, self.a, 0))
         usual = float(np.median(own[own > 0])) if (own > 0).any() else 0.0
         tiny = float(jnp.finfo(written.dtype).tiny)
-        self.smallest = floor * usual
+        least = self.tolerance * floor * usual
+        self.rounding = self.eps * float(own.max(initial=0.0))
+        self.least = max(least, CANCELLED * self.rounding)
+        self.noise = np.zeros(own.shape, bool)
         self.size = np.maximum(own, floor * usual) + 64 * tiny
         self.gap = _norm(np.where(fine, self.b - self.a, 0))
         self.limit = self.tolerance * self.size
@@ -248,13 +266,30 @@ class _Case:
         if self.moved.any() or not sizes:
             return not self.moved.any()
         off = (self.after > self.limit).any()
-        return not off and not (gradient and self._no_zeros().any())
+        return not off and not (gradient and self.no_zeros().any())
 
-    def _no_zeros(self) -> np.ndarray:
-        """Rows that were exactly zero, and are more than a rounding of others now."""
+    def no_zeros(self) -> np.ndarray:
+        """Rows that were exactly zero, and are more than roundings now."""
         was = ~self.a.any(axis=1) & (self.kinds[0] == 0).all(axis=1)
         here = np.nan_to_num(np.abs(self.b)).max(axis=1)
-        return was & (here > self.tolerance * self.smallest) & (here > 0)
+        return was & (here > self.least) & (here > 0) & ~self.noise
+
+    def note_roundings(self, moved: Sequence[np.ndarray]) -> None:
+        """Allows what changes with the arguments' roundings, in rows that cancel.
+
+        What cancels in a row is at most as large as the largest row.
+
+        Args:
+            moved: Rewritten results for arguments moved by a rounding.
+        """
+        changes = [_norm(np.nan_to_num(_rows(x) - self.b)) for x in moved]
+        if not changes:
+            return
+        own = SHAKES * np.max(changes, axis=0)
+        most = ROUNDINGS * self.rounding
+        self.limit = np.maximum(self.limit, np.minimum(own, most))
+        share = np.median(changes, axis=0) / np.maximum(_norm(self.b), 1e-300)
+        self.noise = (share > NOISE) & (self.gap <= self.limit)
 
     def verdicts(self, gradient: bool, sizes: bool) -> Verdicts:
         """The verdict."""
@@ -270,7 +305,7 @@ class _Case:
             differs.append(self._values_text(off, worst))
             big = np.abs(np.where(np.isfinite(self.b), self.b, 0) - self.a)
             where |= off[:, None] & (big == big.max(axis=1, keepdims=True))
-        zeros = self._no_zeros() if gradient else np.zeros(off.shape, bool)
+        zeros = self.no_zeros() if gradient else np.zeros(off.shape, bool)
         if zeros.any():
             first = _first(np.broadcast_to(zeros[:, None], self.a.shape), self.shape)
             differs.append(f"{zeros.sum()} rows were exactly 0 and are not{first}")
