@@ -45,6 +45,7 @@ def fastest_estimated(
         return None
     sized = of_least_sizes(spec)
     passes = BOTH if differentiated else FORWARD
+    memory = {} if spec.symbolic else _memory(sized, here, device, passes)
     refused: list[tuple[str, str]] = []
     times: dict[str, float] = {}
     unknown: dict[str, str] = {}
@@ -54,15 +55,13 @@ def fastest_estimated(
         if verdict.ok and kernel.speed.estimate is None:
             verdict = pays(kernel, spec, device.platform, differentiated)
             if verdict.ok and not times:
-                implementation = default_configs(spec, device, kernel)
-                memory = _memory(sized, here, device, passes)
+                chosen = default_configs(spec, device, kernel)
                 costs = _modelled(passes, kernel.name, (0.0, 0.0), memory)
-                return Choice(implementation, "heuristic", tuple(refused), costs=costs)
+                return Choice(chosen, "heuristic", tuple(refused), costs=costs)
         if verdict.ok and kernel.speed.estimate is not None:
             found = kernel.speed.estimate(sized, device, passes)
-            unknown[kernel.name] = reasons_of(
-                kernel.speed.modelled(sized, device, passes)
-            )
+            modelled_here = kernel.speed.modelled(sized, device, passes)
+            unknown[kernel.name] = reasons_of(modelled_here)
             times[kernel.name], xla = (
                 found[name] + 1e-6 * longer.get(name, 0.0)
                 for name in (kernel.name, XLA)
@@ -84,10 +83,8 @@ def fastest_estimated(
         for name, us in slower.items()
         if name != best or not wins
     ]  # fmt: skip
-    costs = UNKNOWN
-    if times and not spec.symbolic:
-        memory = _memory(sized, here, device, passes)
-        costs = _modelled(passes, best if wins else XLA, (xla, against), memory)
+    took = (xla, against) if times and not spec.symbolic else (0.0, 0.0)
+    costs = _modelled(passes, best if wins else XLA, took, memory)
     return Choice(implementation, "estimated", tuple(refused), costs=costs)
 
 

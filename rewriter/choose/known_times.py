@@ -71,11 +71,9 @@ def fastest_known(
             k for k in kernels
             if device.platform in k.platforms and k.name not in timed
         ]  # fmt: skip
-        refused = [
-            (k.name, reasons_of(usable(k, spec, device, config)) or "not measured")
-            for k in others
-        ]
-        here = [k for k in others if usable(k, spec, device, config).ok]
+        verdicts = [(k, usable(k, spec, device, config)) for k in others]
+        refused = [(k.name, reasons_of(v) or "not measured") for k, v in verdicts]
+        here = [k for k, verdict in verdicts if verdict.ok]
         exact = origin != NEAREST  # times of other shapes are not this site's
         best = decision.best.implementation
         took = decision.best.median_us

@@ -30,20 +30,7 @@ def values_above(
         within: The values that may be entered; all of them if None.
         most: The walk ends once it knows so many values. Constants do not count.
     """
-    passes = _question(through)
-    seen = dict.fromkeys(values)
-    queue, count = deque(seen), len(seen)
-    while queue and count < most:
-        value = queue.popleft()
-        yield value
-        node = graph.node_of(value)
-        if node is None or not passes(node):
-            continue
-        for i in node.ins:
-            if i not in seen and (within is None or i in within):
-                seen[i] = None
-                queue.append(i)
-                count += i not in graph.constants
+    return (value for value, _ in _above(graph, values, through, within, most))
 
 
 def equations_above(
@@ -54,10 +41,35 @@ def equations_above(
     most: float = float("inf"),
 ) -> Iterator[Node]:
     """Yields the equations of `values_above`, those that are not passed among them."""
-    for value in values_above(graph, values, through, within, most):
-        node = graph.node_of(value)
-        if node is not None:
-            yield node
+    walk = _above(graph, values, through, within, most)
+    return (node for _, node in walk if node is not None)
+
+
+def _above(
+    graph: Graph,
+    values: Iterable[int],
+    through: Where,
+    within: Container[int] | None,
+    most: float,
+) -> Iterator[tuple[int, Node | None]]:
+    """Yields values with the equations that make them."""
+    passes = _question(through)
+    producer, constants = graph.producer, graph.constants
+    queue = deque(dict.fromkeys(values))
+    seen = set(queue)
+    count = len(seen)
+    while queue and count < most:
+        value = queue.popleft()
+        made = producer.get(value)
+        node = made[0] if made else None
+        yield value, node
+        if node is None or not passes(node):
+            continue
+        for i in node.ins:
+            if i not in seen and (within is None or i in within):
+                seen.add(i)
+                queue.append(i)
+                count += i not in constants
 
 
 def values_below(
@@ -75,15 +87,15 @@ def values_below(
         most: The walk ends once it knows so many values.
     """
     passes = _question(through)
-    seen = dict.fromkeys(values)
-    queue = deque(seen)
+    queue = deque(dict.fromkeys(values))
+    seen = set(queue)
     while queue and len(seen) < most:
         for node in graph.users(queue.popleft()):
             if not passes(node):
                 continue
             for out in node.outs:
                 if out not in seen:
-                    seen[out] = None
+                    seen.add(out)
                     queue.append(out)
                     yield out
 
