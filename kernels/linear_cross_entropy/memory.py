@@ -13,20 +13,14 @@ from collections.abc import Mapping
 
 from rewriter.kernels.cross_entropy.estimate import scattered
 from rewriter.kernels.linear_cross_entropy import chunks
+from rewriter.kernels.shared.memory import on_nvidia_gpus
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Spec
 
 
+@on_nvidia_gpus
 def temporary(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns bytes of ``"xla"`` and ``"memory_bounded"``; nothing elsewhere.
-
-    Args:
-        spec: The use, of known sizes.
-        device: Where it runs.
-        passes: ``"forward"``, or with gradients.
-    """
-    if device.platform != "cuda":
-        return {}
+    """Returns bytes of ``"xla"`` and ``"memory_bounded"``; nothing elsewhere."""
     k, v = spec.shape("w")
     gradients, size = passes != "forward", chunks.item_of(spec)
     logits = chunks.nbytes(spec) / 4.0

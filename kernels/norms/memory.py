@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 from rewriter.kernels.norms.forms import is_centred
+from rewriter.kernels.shared.memory import on_nvidia_gpus
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import item
 from rewriter.ops.kernel import Spec
@@ -19,16 +20,9 @@ SUMS = 512
 """Bytes that the kernel for Hopper GPUs holds for each column, with gradients."""
 
 
+@on_nvidia_gpus
 def temporary(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns bytes by ``"xla"`` and by kernels; nothing where they are not known.
-
-    Args:
-        spec: The use, of known sizes.
-        device: Where it runs.
-        passes: ``"forward"``, or with gradients.
-    """
-    if device.platform != "cuda":
-        return {}
+    """Returns bytes by ``"xla"`` and by kernels; nothing where they are not known."""
     if passes == "forward":
         return {"xla": 0.0, "memory_bounded": 0.0, "hopper": 0.0}
     if not is_centred(spec) or item(spec, "x") != 2:

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rewriter.kernels.shared.memory import on_nvidia_gpus
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import PRODUCTS_BYTES, item
 from rewriter.ops.kernel import Spec
 
 
+@on_nvidia_gpus
 def temporary(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns bytes of ``"xla"`` and ``"hopper"``; nothing where they are not known.
-
-    Args:
-        spec: The use, of known sizes.
-        device: Where it runs.
-        passes: ``"forward"``, or with gradients.
-    """
-    if device.platform != "cuda" or passes != "forward":
+    """Returns bytes of ``"xla"`` and ``"hopper"``; nothing where they are not known."""
+    if passes != "forward":
         return {}
     (m, k), (groups,) = spec.shape("lhs"), spec.shape("group_sizes")
     rows = float(m * k * groups * item(spec, "lhs"))
