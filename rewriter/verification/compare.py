@@ -202,6 +202,7 @@ class _Both:
                 gradient=k in self.gradients,
                 scaled=probe is not None and probe.scaled,
                 always=always,
+                together=probe is None,
                 unit=unit,
             )
             for k, (a, b) in enumerate(zip(before, after, strict=True))

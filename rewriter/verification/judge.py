@@ -55,6 +55,10 @@ NOISE = 0.3
 """The share by which a row changes if it is made of roundings alone, and the program's
 arguments move by a rounding. A wrong value changes by a few roundings."""
 
+TOGETHER = 4.0
+"""How many times farther than a run with shaken arguments all rows together may be.
+Single rows may be `SHAKES` times farther, which hides what is wrong in all of them."""
+
 Runs = Callable[[], Sequence[Any]]
 
 
@@ -95,6 +99,7 @@ def judged(
     gradient: bool = False,
     scaled: bool = False,
     always: bool = False,
+    together: bool = False,
     unit: float = 0.0,
 ) -> Verdicts:
     """Returns the verdict on one result.
@@ -113,6 +118,7 @@ def judged(
         scaled: Whether the arguments are of unusual size. Then rows where float64 gives
             other values prove nothing, and gradients are only checked for being finite.
         always: Whether to call the other two in any case, for their errors.
+        together: Whether to judge all rows of a gradient together, too.
         unit: The size of the program's arguments. Where float64 gives zero, roundings
             of that size are allowed.
 
@@ -123,7 +129,7 @@ def judged(
     with np.errstate(all="ignore"):
         return _judged(
             written, rewritten, coarse, shaken, exact, again=again, gradient=gradient,
-            scaled=scaled, always=always, unit=unit,
+            scaled=scaled, always=always, together=together, unit=unit,
         )  # fmt: skip
 
 
@@ -138,6 +144,7 @@ def _judged(
     gradient: bool,
     scaled: bool,
     always: bool,
+    together: bool,
     unit: float,
 ) -> Verdicts:
     a, b = _host(written), _host(rewritten)
@@ -158,6 +165,8 @@ def _judged(
     if not case.fine(gradient, sizes):
         others = [_wide(_host(x)) for x in shaken()]
         case = _Case(a, b, coarse, others, reference, scaled, floor, unit)
+        if gradient and sizes and together:
+            case.compare_together()
         if gradient and sizes and not case.fine(gradient, sizes):
             case.note_roundings([_wide(_host(x)) for x in again()])
     return case.verdicts(gradient, sizes)
@@ -213,6 +222,10 @@ class _Case:
         self.size = np.maximum(own, floor * usual) + 64 * tiny
         self.gap = _norm(np.where(fine, self.b - self.a, 0))
         self.limit = self.tolerance * self.size
+        self.large = fine.all(axis=1) & (own > floor * usual)
+        self.moves = [_norm(np.where(fine & np.isfinite(x), x - self.a, 0))
+                      for x in others]  # fmt: skip
+        self.wrong_together = ""
         self.spread = self._sensitivity(others, fine)
         self.limit = np.maximum(self.limit, self.spread)
         self.unstable = int(np.sum(self.spread > NEAR_AT_MOST * self.size))
@@ -229,8 +242,7 @@ class _Case:
         """How far rows move with their arguments, at least as far as most rows do."""
         if not others:
             return np.zeros(self.size.shape)
-        moves = [_norm(np.where(fine & np.isfinite(x), x - self.a, 0)) for x in others]
-        most = np.max(moves, axis=0)
+        most = np.max(self.moves, axis=0)
         share = float(np.quantile(most / self.size, 0.9))
         return np.maximum(SHAKES * most, 2 * share * self.size)
 
@@ -266,7 +278,22 @@ class _Case:
         if self.moved.any() or not sizes:
             return not self.moved.any()
         off = (self.after > self.limit).any()
-        return not off and not (gradient and self.no_zeros().any())
+        zeros = gradient and self.no_zeros().any()
+        return not (off or zeros or self.wrong_together)
+
+    def compare_together(self) -> None:
+        """Compares all rows but small ones at once: roundings do not add up there."""
+        if not self.large.any() or not self.moves:
+            return
+        whole = lambda rows: float(np.sqrt(np.sum(rows[self.large] ** 2)))
+        moved = TOGETHER * max(map(whole, self.moves))
+        rounded = max(self.tolerance * whole(self.size), 8 * whole(self.before))
+        gap, most, size = whole(self.after), max(moved, rounded), whole(self.size)
+        if gap > most:
+            self.wrong_together = (
+                f"all rows together differ by {gap / size:.1e} of their size "
+                f"(allowed {most / size:.1e})"
+            )
 
     def no_zeros(self) -> np.ndarray:
         """Rows that were exactly zero, and are more than roundings now."""
@@ -305,6 +332,8 @@ class _Case:
             differs.append(self._values_text(off, worst))
             big = np.abs(np.where(np.isfinite(self.b), self.b, 0) - self.a)
             where |= off[:, None] & (big == big.max(axis=1, keepdims=True))
+        if self.wrong_together:
+            differs.append(self.wrong_together)
         zeros = self.no_zeros() if gradient else np.zeros(off.shape, bool)
         if zeros.any():
             first = _first(np.broadcast_to(zeros[:, None], self.a.shape), self.shape)

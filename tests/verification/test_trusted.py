@@ -226,3 +226,19 @@ def test_a_row_of_zeros_may_hold_roundings_alone(size, moves, ok):
         again=lambda: list(again()), gradient=True, unit=1.0,
     )  # fmt: skip
     assert (not found.differs) == ok, found
+
+
+@pytest.mark.parametrize(("factor", "ok"), [(1.0, True), (0.5, False), (1.3, False)])
+def test_a_factor_of_a_gradient_is_found_behind_unstable_rows(factor, ok):
+    """Each row may be off by 16 times what a rounding changes, and all of them by 4."""
+    shakes = [GRADIENT * (1 + 0.05 * rng.normal(size=GRADIENT.shape)) for _ in range(4)]
+    found = judged(
+        GRADIENT, GRADIENT * np.float32(factor), "bfloat16", lambda: shakes,
+        lambda: GRADIENT, gradient=True, together=True, unit=1.0,
+    )  # fmt: skip
+    assert (not found.differs) == ok, found
+    alone = judged(
+        GRADIENT, GRADIENT * np.float32(factor), "bfloat16", lambda: shakes,
+        lambda: GRADIENT, gradient=True, unit=1.0,
+    )  # fmt: skip
+    assert not alone.differs
