@@ -39,7 +39,8 @@ PATTERNS = {
         "attention.read", "Attention, in any spelling: softmax(q kᵀ · scale + ...) v."
     ),
     "scored_attention": Shipped(
-        "attention.scored", "Attention with any function of its scores."
+        "attention.functions.softmax",
+        "Attention by any function of its scores, with a softmax or without.",
     ),
     "paged_attention": Shipped(
         "attention.paged", "Attention to keys and values that lie in pages of a pool."
@@ -78,7 +79,7 @@ PATTERNS = {
         "quantized.dot", "Rows times a matrix of 4 or 8 bits with scales."
     ),
     "packed_dot": Shipped(
-        "quantized.packed", "The same, with two numbers of 4 bits in each byte."
+        "quantized.packed", "Rows times a matrix of two 4-bit numbers in each byte."
     ),
     "linear_cross_entropy": Shipped(
         "cross_entropy.read",
@@ -86,7 +87,7 @@ PATTERNS = {
     ),
     "cross_entropy": Shipped(
         "cross_entropy.read",
-        "The same, given logits y: log Σ exp y - y[label].",
+        "The loss of given logits y: log Σ exp y - y[label].",
         "GIVEN_LOGITS",
     ),
     "embedding": Shipped(

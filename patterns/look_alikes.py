@@ -7,6 +7,8 @@ Two inputs        act(x a) * (y b), of which the factors read different arrays.
 Product inside    act((x a) * (x b)): a branch of its own goes through none.
 Linear attention  φ(q) (φ(k)ᵀ v) over a sum: no softmax is taken.
 Experts in a loop one after another, each for every token.
+Bounded norm      x / max(root, eps): a bound, and no epsilon inside the root.
+Changed weights   f(softmax(q kᵀ)) v, with an f that is no product or choice.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 
 from rewriter.program.graph import Graph, Node
 from rewriter.program.lines import is_of_gradient, line_of
+from rewriter.program.walk import equations_above, values_below
 
 LAYOUT = frozenset({
     "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze",
@@ -24,6 +27,12 @@ LAYOUT = frozenset({
 })  # fmt: skip
 ACTIVATIONS = frozenset({"logistic", "tanh", "erf", "erfc", "exp"})
 CHOICES = frozenset({"top_k", "argmax", "approx_top_k"})
+CHANGES = frozenset({
+    "abs", "ceil", "cumsum", "floor", "logistic", "round", "sign", "sin", "sort",
+    "sqrt", "tanh",
+})  # fmt: skip
+SQUARED = LAYOUT | {"add", "div", "mul", "reduce_sum"}
+SOFTMAX = LAYOUT | {"add", "div", "exp", "mul", "select_n", "sub"}
 SLICES = frozenset({"slice", "dynamic_slice", "gather", "split"})
 
 
@@ -168,9 +177,55 @@ def _experts_in_a_loop(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | No
     return None
 
 
+def _bounded_norm(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
+    for node in nodes:
+        if node.prim != "max":
+            continue
+        root = next((m for i in node.ins if (m := _root(graph, i))), None)
+        if root is None or graph.node_of(_source(graph, root.ins[0])) is None:
+            continue
+        divided = [n for n in _below_layout(graph, node) if n.prim == "div"]
+        above = equations_above(graph, root.ins, SQUARED, most=8)
+        if divided and any(n.prim in ("reduce_sum", "reduce_mean") for n in above):
+            text = "the root of squares is bounded from below: another function than "
+            return node, text + "that with an epsilon inside the root"
+    return None
+
+
+def _root(graph: Graph, value: int) -> Node | None:
+    node = graph.node_of(_source(graph, value))
+    return node if node is not None and node.prim == "sqrt" else None
+
+
+def _below_layout(graph: Graph, node: Node) -> list[Node]:
+    """The equations that read a result, in any layout."""
+    values = [*node.outs, *values_below(graph, node.outs, LAYOUT, 12)]
+    return [user for value in values for user in graph.users(value)]
+
+
+def _changed_weights(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
+    for node in nodes:
+        if node.prim not in CHANGES:
+            continue
+        above = equations_above(graph, node.ins, SOFTMAX, most=24)
+        prims = {n.prim: n for n in above}
+        dot = prims.get("dot_general")
+        if dot is None or not {"exp", "div", "reduce_sum"} <= prims.keys():
+            continue
+        values = [*node.outs, *values_below(graph, node.outs, SOFTMAX | CHANGES, 12)]
+        readers = {id(n): n for v in values for n in graph.users(v)}.values()
+        if any(n.prim == "dot_general" and n is not dot for n in readers):
+            return node, f"the weights of a softmax go through {node.prim} before " + (
+                "they weigh values"
+            )
+    return None
+
+
 KINDS = (
     ("gated_linear_unit", _bilinear),
     ("gated_linear_unit", _of_two_inputs),
     ("attention", _linear_attention),
+    ("attention", _changed_weights),
     ("ragged_dot", _experts_in_a_loop),
+    ("rms_norm", _bounded_norm),
 )

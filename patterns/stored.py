@@ -26,6 +26,7 @@ from rewriter.ops.stored import EIGHT_BITS
 from rewriter.ops.widening import JOINS
 from rewriter.patterns.quantized.steps import stored_above as few_above
 from rewriter.patterns.quantized.steps import widening
+from rewriter.program.walk import values_above
 
 REACH = 40
 """The most values above the matrices to examine."""
@@ -34,16 +35,9 @@ REACH = 40
 def stored_above(find: Finder, matrices: int) -> int | None:
     """The array of 8-bit numbers that matrices are made of, or None."""
     g = find.graph
-    seen, queue = {matrices}, [matrices]
-    while queue and len(seen) < REACH:
-        value = queue.pop(0)
+    for value in values_above(g, [matrices], find.local, most=REACH):
         if str(g.dtype(value)) in EIGHT_BITS:
             return _under_layout(find, value)
-        node = g.node_of(value)
-        for i in node.ins if node is not None and find.local(node) else ():
-            if i not in seen:
-                seen.add(i)
-                queue.append(i)
     return None
 
 

@@ -124,7 +124,7 @@ def test_links_lead_somewhere(page):
         if "://" in link:
             continue
         path = (ROOT / page).parent.joinpath(link).resolve() if link else ROOT / page
-        assert path.exists(), link
+        assert path.is_file(), f"{link}: the site has files alone, and no folders"
         if anchor:
             assert anchor in anchors(str(path.relative_to(ROOT))), f"{link}#{anchor}"
 

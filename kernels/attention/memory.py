@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping
 
 from rewriter.kernels.attention.estimate import FEW_ROWS
+from rewriter.kernels.shared.memory import on_nvidia_gpus
+from rewriter.ops.device import Device
 from rewriter.ops.estimate import item
 from rewriter.ops.kernel import Spec
 
@@ -24,13 +26,9 @@ PLAIN = frozenset({"q", "k", "v", "kv_lengths"})
 """The operands with which cuDNN needs no further arrays."""
 
 
-def temporary(spec: Spec, passes: str) -> Mapping[str, float]:
-    """Returns bytes by ``"xla"`` and by kernels; nothing for few rows of a key head.
-
-    Args:
-        spec: The use, of known sizes.
-        passes: ``"forward"``, or with gradients.
-    """
+@on_nvidia_gpus
+def temporary(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns bytes by ``"xla"`` and by kernels; nothing for few rows of a key head."""
     (b, t, n, h), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
     if t * n // max(heads, 1) <= FEW_ROWS:
         return {}

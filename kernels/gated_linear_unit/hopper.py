@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit import xla
 from rewriter.kernels.gated_linear_unit.branches import Use, combine
+from rewriter.kernels.gated_linear_unit.memory import temporary
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import Tiles
 from rewriter.kernels.shared import gated_tiles
@@ -113,6 +114,7 @@ backward = xla.backward
 
 
 KERNEL = HOPPER.kernel(
-    "gated_linear_unit", forward, backward, supports, Speed(profitable),
+    "gated_linear_unit", forward, backward, supports,
+    Speed(profitable, temporary=temporary),
     SPACE, xla.KERNEL.backward_space,
 )  # fmt: skip

@@ -27,6 +27,7 @@ from rewriter.kernels.linear_cross_entropy import chunks
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.estimate import estimate, margin
 from rewriter.kernels.linear_cross_entropy.head import Head
+from rewriter.kernels.linear_cross_entropy.memory import temporary
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.sizes import size_text
@@ -345,7 +346,8 @@ def _saves(spec: Spec) -> list[Any]:
 
 KERNEL = XLA.kernel(
     "linear_cross_entropy", forward, backward, supports,
-    Speed(profitable, profitable_backward, estimate=estimate, margin=margin),
+    Speed(profitable, profitable_backward, estimate=estimate, margin=margin,
+          temporary=temporary),
     Space(Chunk, chunks.default, chunks.configs),
     version=2, together=together, saves=_saves, flat=True,
 )  # fmt: skip

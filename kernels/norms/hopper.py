@@ -25,6 +25,7 @@ from rewriter.kernels.norms.hopper_config import (
     usual,
     verdict_of,
 )
+from rewriter.kernels.norms.memory import temporary
 from rewriter.kernels.shared.hopper import by_estimate, importable, processors, runs_on
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Limits, Space, Speed, Traits
@@ -157,7 +158,13 @@ KERNELS = kernels(
     platforms=("cuda",),
     version=1,
     limits=Limits(supports, runs_on),
-    speed=Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
+    speed=Speed(
+        by_estimate,
+        by_rule=False,
+        estimate=estimate,
+        modelled=modelled,
+        temporary=temporary,
+    ),
     traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
     space=_space(False),
     backward_space=_space(True),

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.norms.estimate import estimate
 from rewriter.kernels.norms.forms import is_centred, kernels
+from rewriter.kernels.norms.memory import temporary
 from rewriter.ops.kernel import (
     PLATFORMS,
     Limits,
@@ -135,6 +136,6 @@ KERNELS = kernels(
     platforms=PLATFORMS,
     version=1,
     limits=Limits(supports),
-    speed=Speed(pays_on_cpu, estimate=estimate),
+    speed=Speed(pays_on_cpu, estimate=estimate, temporary=temporary),
     traits=Traits(memory_bounded=True, saves_out=False, saves=_saves, flat=True),
 )

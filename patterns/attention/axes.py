@@ -69,6 +69,9 @@ def name_axes(softmax: Softmax) -> Axes:
         lead = shared[:1]
     heads = tuple(i for i in shared if i not in lead)
     alone = [i for i in shared if (i in k) != (i in v) and i in q]
+    if alone and any(_are_scores(softmax, x.k) for x in softmax.qk):
+        text = "scores of several heads are mixed before the softmax, as those of "
+        raise Refused("heads", f"{text}talking heads", score=0.5)
     if alone and math.prod(softmax.alg.sizes[i] for i in t) == 1:
         raise Refused(
             "keys",
@@ -83,6 +86,17 @@ def name_axes(softmax: Softmax) -> Axes:
         t=t,
         s=_keys(softmax),
         e=tuple(i for i in out if i in e),
+    )
+
+
+def _are_scores(softmax: Softmax, factors: Monomial) -> bool:
+    """Whether what is taken for keys is a product of queries and keys."""
+    makers = map(softmax.ev.g.node_of, softmax.values_of(a for a, _ in factors))
+    return any(
+        node is not None
+        and node.prim == "dot_general"
+        and all(node.params["dimension_numbers"][k][0] for k in (0, 1))
+        for node in makers
     )
 
 

@@ -19,7 +19,7 @@ from rewriter.algebra.canonicalize import TRANSPARENT, adds_zero, kind_of, value
 from rewriter.algebra.normal_form import OverBudget, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
-from rewriter.find.reading import Reading, Refused, leaves_of, split_digits, unproved
+from rewriter.find.reading import Reading, Refused, leaves_of, unproved
 from rewriter.find.sieve import Step
 from rewriter.patterns.attention.assembly import NAME, assembled
 from rewriter.patterns.attention.blocks import (
@@ -32,6 +32,7 @@ from rewriter.patterns.attention.blocks import (
 from rewriter.patterns.attention.exponents import added_to_rows
 from rewriter.patterns.attention.joined import over_all_keys
 from rewriter.patterns.attention.precision import rounded
+from rewriter.patterns.attention.result import require_readable, result_form
 from rewriter.patterns.attention.softmax import Softmax, exponents, softmax_parts
 from rewriter.program.graph import Node
 
@@ -257,23 +258,16 @@ def read(
         OverBudget: If the form grows too large.
     """
     ev = _evaluator(find, value, parts, how, sums, by_wraps)
-    alg = find.algebra
-    args = ev.indices(value)
-    form = ev.poly(value, args)
-    whole = args
-    form, args = split_digits(alg, form, args)
+    form, args = result_form(ev, value)
     if len(parts.products) > 1:
-        form = alg.merged(form)
+        form = find.algebra.merged(form)
     in_blocks = len(parts.products) > 1 or bool(parts.scans)
     if in_blocks and not parts.at_once:
         ev.notes.add("sums over blocks of keys are taken at once")
-    ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
     made = _softmax(find, ev, value, parts, form, args, how == "soft")
     reading = assembled(replace(made, mask_as_array=mask_as_array))
-    if any(ev.varies(leaf) for leaf in leaves_of(reading)):
-        raise Refused("loop", "a value inside one step of a loop is read", score=0.4)
     reading.in_blocks = in_blocks and not parts.at_once
-    find.require_proved(ev)
+    require_readable(find, ev, reading)
     _require_addends(find, ev, reading)
     return reading
 

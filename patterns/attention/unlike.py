@@ -11,12 +11,20 @@ from rewriter.find.reading import Refused
 def undivided(alg: Algebra, mono: Monomial) -> Refused:
     """Returns why a weighed sum that no sum divides is no attention."""
     sums = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
+    if any(_mixes_heads(alg, a) for a in sums):
+        text = "weights of several heads are mixed before values are weighed, as those "
+        text += "of talking heads"
+        return Refused("denominator", text, score=0.5)
     if any(any(_denominators(alg, alg.defs[a][3])) for a in sums):
         text = "the softmax is over one axis, and its weights are summed along another"
         return Refused("denominator", text, score=0.5)
     if any(e < -1 and alg.kind(a) in ("sum", "pow") for a, e in mono):
         text = "the weights are raised to a power after the softmax"
         return Refused("denominator", text, score=0.3)
+    inside = (pair for a in sums for pair in alg.defs[a][3])
+    if any(alg.kind(a) == "log" for a, _ in (*mono, *inside)):
+        text = "the logarithm of the weights is taken: no attention weighs by it"
+        return Refused("denominator", text, score=0.1)
     text = "the result is not divided by a sum of weights"
     return Refused("denominator", text, score=0.3)
 
@@ -41,6 +49,22 @@ def _denominators(alg: Algebra, mono: Monomial) -> Iterator[int]:
         inside = alg.defs[atom][3] if alg.kind(atom) == "sum" else ()
         if any(alg.kind(a) == "exp" for a, _ in inside):
             yield atom
+
+
+def _mixes_heads(alg: Algebra, total: int) -> bool:
+    """Whether a sum multiplies softmaxes by a matrix that has no other axis of theirs.
+
+    Queries and keys are then both left.
+    """
+    _, summed, _, body = alg.defs[total]
+    if not any(_denominators(alg, body)):
+        return False
+    weights = frozenset().union(
+        *(_free(alg, a) for a, _ in body if alg.kind(a) == "exp")
+    )
+    others = [_free(alg, a) for a, _ in body if alg.kind(a) == "leaf"]
+    left = weights - set(summed)
+    return len(left) > 1 and all(left.isdisjoint(ids) for ids in others)
 
 
 def _free(alg: Algebra, atom: int) -> frozenset[int]:

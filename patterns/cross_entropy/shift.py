@@ -21,6 +21,7 @@ from rewriter.find.reading import Refused
 from rewriter.patterns.cross_entropy.form import Loss
 from rewriter.program.graph import Node
 from rewriter.program.numeric import NUMERIC
+from rewriter.program.walk import equations_above
 from rewriter.support.assumptions import FINITE
 
 EXPONENTIALS = frozenset({"exp", "exp2"})
@@ -69,18 +70,9 @@ def require_shifted(find: Finder, anchor: Node, loss: Loss) -> None:
 
 def _maxima(find: Finder, node: Node) -> list[Node]:
     """Maxima above an exponential, through what is rounded off and left constant."""
-    found, seen, queue = [], set(node.ins), list(node.ins)
-    while queue and len(seen) < 60:
-        maker = find.graph.node_of(queue.pop(0))
-        if maker is None:
-            continue
-        if maker.prim == "reduce_max":
-            found.append(maker)
-        elif find.local(maker):
-            new = [i for i in maker.ins if i not in seen]
-            seen.update(new)
-            queue += new
-    return found
+    goes_on = lambda maker: maker.prim != "reduce_max" and find.local(maker)
+    above = equations_above(find.graph, node.ins, goes_on, most=60)
+    return [maker for maker in above if maker.prim == "reduce_max"]
 
 
 def nan_at(find: Finder, anchor: Node, values: Iterable[int]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
+from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, is_local
 from rewriter.algebra.normal_form import TRUE, OverBudget, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
@@ -48,6 +48,7 @@ from rewriter.patterns.gated_linear_unit.products import products
 from rewriter.patterns.gated_linear_unit.slopes import Side, with_slopes
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
+from rewriter.program.walk import equations_above
 
 NAME = "gated_linear_unit"
 ANCHORS = frozenset({
@@ -138,20 +139,9 @@ def linear(find: Finder, value: int) -> list[Node]:
 
 
 def _contractions(find: Finder, value: int) -> list[Node]:
-    g, found = find.graph, {}
-    seen, queue = {value}, [value]
-    while queue and len(seen) < 24:
-        node = g.node_of(queue.pop(0))
-        if node is None:
-            continue
-        if node.prim == "dot_general" and node.params["dimension_numbers"][0][0]:
-            found[id(node)] = node
-        elif node.prim in LINEAR:
-            for i in node.ins:
-                if i not in seen and i not in g.constants:
-                    seen.add(i)
-                    queue.append(i)
-    return list(found.values())
+    above = equations_above(find.graph, [value], LINEAR, most=24)
+    found = (n for n in above if n.prim == "dot_general" and not is_local(n))
+    return list({id(node): node for node in found}.values())
 
 
 def _inputs(find: Finder, dot: Node) -> set[int]:

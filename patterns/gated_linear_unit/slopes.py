@@ -42,6 +42,7 @@ from rewriter.ops.slopes import Slopes
 from rewriter.patterns.gated_linear_unit.branches import Branch
 from rewriter.patterns.gated_linear_unit.kink import Kink
 from rewriter.program.extracted import NotTaken, Region, has_one_rule, rules_around
+from rewriter.program.walk import equations_above
 from rewriter.support.assumptions import FINITE
 
 BENT = frozenset({
@@ -226,18 +227,9 @@ def _kinks(find: Finder, roots: frozenset[int], side: Side) -> tuple[float, ...]
 
 def _is_bent(find: Finder, roots: frozenset[int], value: int) -> bool:
     """Whether an equation between contractions and a value has a kink."""
-    inside, seen, queue = find.below(roots, value), {value}, [value]
-    while queue:
-        current = queue.pop()
-        node = find.graph.node_of(current)
-        if node is None or current in roots:
-            continue
-        if node.prim in BENT:
-            return True
-        new = [i for i in node.ins if i in inside and i not in seen]
-        seen.update(new)
-        queue += new
-    return False
+    inside = find.below(roots, value) - roots
+    between = equations_above(find.graph, {value} - roots, lambda _: True, inside)
+    return any(node.prim in BENT for node in between)
 
 
 def _is_at(kink: float, scale: float, dtype: Any) -> bool:

@@ -17,6 +17,7 @@ from rewriter.algebra.normal_form import TRUE, Algebra, OverBudget, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.reading import Refused
 from rewriter.program.graph import Node
+from rewriter.program.walk import values_below
 
 REDUCE = frozenset({"reduce_sum", "dot_general"})
 CANDIDATES = 8
@@ -204,18 +205,11 @@ def results_below(find: Finder, anchor: Node, x: int) -> list[int]:
     g = find.graph
     size = math.prod(g.shape(x))
     place = find.regions.place(anchor.scope)
-    out = []
-    seen, queue = {anchor.outs[0]}, [anchor.outs[0]]
-    while queue and len(seen) < 60:
-        for node in g.users(queue.pop(0)):
-            if node.prim not in DOWN or not is_local(node):
-                continue
-            for result in node.outs:
-                if result in seen:
-                    continue
-                seen.add(result)
-                queue.append(result)
-                if math.prod(g.shape(result)) == size and node.prim not in NOT_RESULTS:
-                    out.append(result)
-    near = sorted(out)[:14]
+    goes_on = lambda node: node.prim in DOWN and is_local(node)
+    near = sorted(
+        value
+        for value in values_below(g, anchor.outs[:1], goes_on, 60)
+        if math.prod(g.shape(value)) == size
+        and g.node_of(value).prim not in NOT_RESULTS
+    )[:14]
     return [v for v in near if find.regions.place(g.node_of(v).scope) is place]

@@ -40,6 +40,7 @@ from rewriter.patterns.quantized.steps import (
     widening,
 )
 from rewriter.program.graph import Node
+from rewriter.program.walk import values_above
 
 BEHIND = "float32 *scale"
 """The steps of a scale that the program joins to a product with the numbers."""
@@ -153,19 +154,9 @@ def readings(
 
 def may_be_stored(find: Finder, dots: Iterable[Node]) -> bool:
     """Whether an array of few bits is near above an operand of some products."""
-    few = few_bits(find)
-    seen = {i for dot in dots for i in dot.ins}
-    queue = list(seen)
-    while queue and len(seen) < NEAR:
-        value = queue.pop(0)
-        if value in few:
-            return True
-        node = find.graph.node_of(value)
-        if node is not None and find.local(node):
-            new = [i for i in node.ins if i not in seen]
-            seen.update(new)
-            queue += new
-    return False
+    operands = {i for dot in dots for i in dot.ins}
+    above = values_above(find.graph, operands, find.local, most=NEAR)
+    return not few_bits(find).isdisjoint(above)
 
 
 def is_stored(find: Finder, value: int) -> bool:

@@ -18,6 +18,7 @@ from rewriter.find.reading import Refused
 from rewriter.ops.stored import FEW_BITS
 from rewriter.ops.widening import SCALE, ZERO
 from rewriter.program.graph import Node
+from rewriter.program.walk import values_above
 
 LAYOUT = TRANSPARENT | {"transpose", "reshape", "squeeze", "expand_dims"}
 """What moves all numbers of an array."""
@@ -51,26 +52,19 @@ def _is_stored(aval: object) -> bool:
 def stored_above(find: Finder, value: int) -> int | None:
     """The largest array of few bits that a value is made of by local steps, or None."""
     g, few = find.graph, few_bits(find)
-    found, seen, queue = [], {value}, [value]
-    while queue and len(seen) < 2 * REACH:
-        value = queue.pop(0)
+
+    def is_first(value: int) -> bool:
+        """Whether it is an array of few bits, and no cast of one, as int8 of int4."""
         node = g.node_of(value)
-        if value in few and not _from_fewer(node, few):
-            found.append(value)
-            continue
-        if node is None or not (node.prim in SIGNS or _one_operand(node)):
-            continue
-        new = [i for i in node.ins if i not in seen]
-        seen.update(new)
-        queue += new
-    sizes = {v: -_size(g.shape(v)) for v in found}
-    return min(found, key=lambda v: sizes[v], default=None)
+        cast = node is not None and node.prim == "convert_element_type"
+        return value in few and not (cast and node.ins[0] in few)
 
+    def goes_on(node: Node) -> bool:
+        local = node.prim in SIGNS or _one_operand(node)
+        return local and not is_first(node.outs[0])
 
-def _from_fewer(node: Node | None, few: frozenset[int]) -> bool:
-    """Whether an array of few bits is a cast of another one, as int8 of int4."""
-    cast = node is not None and node.prim == "convert_element_type"
-    return cast and node.ins[0] in few
+    found = filter(is_first, values_above(g, [value], goes_on, most=2 * REACH))
+    return max(found, key=lambda v: _size(g.shape(v)), default=None)
 
 
 def rounded_here(find: Finder, stored: int, dot: Node) -> bool:

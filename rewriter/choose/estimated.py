@@ -45,6 +45,7 @@ def fastest_estimated(
         return None
     sized = of_least_sizes(spec)
     passes = BOTH if differentiated else FORWARD
+    memory = {} if spec.symbolic else _memory(sized, here, device, passes)
     refused: list[tuple[str, str]] = []
     times: dict[str, float] = {}
     unknown: dict[str, str] = {}
@@ -54,13 +55,13 @@ def fastest_estimated(
         if verdict.ok and kernel.speed.estimate is None:
             verdict = pays(kernel, spec, device.platform, differentiated)
             if verdict.ok and not times:
-                implementation = default_configs(spec, device, kernel)
-                return Choice(implementation, "heuristic", tuple(refused))
+                chosen = default_configs(spec, device, kernel)
+                costs = _modelled(passes, kernel.name, (0.0, 0.0), memory)
+                return Choice(chosen, "heuristic", tuple(refused), costs=costs)
         if verdict.ok and kernel.speed.estimate is not None:
             found = kernel.speed.estimate(sized, device, passes)
-            unknown[kernel.name] = reasons_of(
-                kernel.speed.modelled(sized, device, passes)
-            )
+            modelled_here = kernel.speed.modelled(sized, device, passes)
+            unknown[kernel.name] = reasons_of(modelled_here)
             times[kernel.name], xla = (
                 found[name] + 1e-6 * longer.get(name, 0.0)
                 for name in (kernel.name, XLA)
@@ -82,9 +83,8 @@ def fastest_estimated(
         for name, us in slower.items()
         if name != best or not wins
     ]  # fmt: skip
-    costs = UNKNOWN
-    if times and not spec.symbolic:
-        costs = _costs(sized, passes, here, best if wins else XLA, (xla, against))
+    took = (xla, against) if times and not spec.symbolic else (0.0, 0.0)
+    costs = _modelled(passes, best if wins else XLA, took, memory)
     return Choice(implementation, "estimated", tuple(refused), costs=costs)
 
 
@@ -109,27 +109,42 @@ def far_faster(
     return best if best is not None and times[best] < margin * best_us else None
 
 
-def _costs(
-    spec: Spec,
-    passes: str,
-    kernels: Sequence[Kernel],
-    chosen: str,
-    times: tuple[float, float],
+def estimated_costs(
+    spec: Spec, kernels: Sequence[Kernel], device: Device, passes: str, chosen: str
 ) -> Costs:
-    """The modelled costs of a choice, as written and as chosen.
+    """Returns the costs of a choice by models of the device; unknown without them.
 
     Args:
-        spec: The use.
+        spec: The use, of known sizes.
+        kernels: The op's kernels.
+        device: Where it will run.
         passes: What runs.
-        kernels: Those that say what memory they take.
-        chosen: What is chosen.
-        times: Seconds as written and as chosen.
+        chosen: What is chosen: a kernel's name, or XLA.
     """
+    own = [k for k in kernels if device.platform in k.platforms]
+    us = [estimated_us(name, spec, own, device, passes) for name in (XLA, chosen)]
+    if None in us:
+        return UNKNOWN
+    times = 1e-6 * (us[0] or 0.0), 1e-6 * (us[1] or 0.0)
+    return _modelled(passes, chosen, times, _memory(spec, own, device, passes))
+
+
+def _memory(
+    spec: Spec, kernels: Sequence[Kernel], device: Device, passes: str
+) -> Mapping[str, float]:
+    """Modelled bytes of temporary memory, by XLA and by kernels that say so."""
     found: dict[str, float] = {}
     for kernel in kernels:
         if kernel.speed.temporary is not None:
-            found |= kernel.speed.temporary(spec, passes)
-    return modelled_costs(*times, passes, found.get(XLA), found.get(chosen))
+            found |= kernel.speed.temporary(spec, device, passes)
+    return found
+
+
+def _modelled(
+    passes: str, chosen: str, times: tuple[float, float], memory: Mapping[str, float]
+) -> Costs:
+    """The costs by seconds as written and as chosen, and by bytes."""
+    return modelled_costs(*times, passes, memory.get(XLA), memory.get(chosen))
 
 
 def estimated_us(
@@ -160,5 +175,7 @@ def _by_model(name: str, mine: float, best: float, device: Device) -> str:
     if math.isinf(mine):
         size = f"{100 * ROOM:.0f}% of the {device.memory >> 30} GiB of {device.kind}"
         return f"its temporary arrays take more than {size}"
-    mine, best = 1e6 * mine, 1e6 * best
-    return f"estimated to take {time_text(mine)}, and the choice {time_text(best)}"
+    own, other = time_text(1e6 * mine), time_text(1e6 * best)
+    if own == other:
+        return f"estimated to be as fast: {own}"
+    return f"estimated to take {own}, and the choice {other}"

@@ -8,10 +8,10 @@ from typing import Any
 
 from rewriter.choose import choose_sum
 from rewriter.choose.choice import Choice
-from rewriter.choose.estimated import estimated_us, far_faster
+from rewriter.choose.estimated import estimated_costs, estimated_us, far_faster
 from rewriter.choose.usable import only_deterministic, reasons_of, usable
 from rewriter.config import Config
-from rewriter.measure.costs import UNKNOWN, measured_costs
+from rewriter.measure.costs import measured_costs
 from rewriter.measure.decision import Decision, fastest
 from rewriter.measure.key import BOTH, FORWARD, key_of
 from rewriter.measure.measurement import (
@@ -71,11 +71,9 @@ def fastest_known(
             k for k in kernels
             if device.platform in k.platforms and k.name not in timed
         ]  # fmt: skip
-        refused = [
-            (k.name, reasons_of(usable(k, spec, device, config)) or "not measured")
-            for k in others
-        ]
-        here = [k for k in others if usable(k, spec, device, config).ok]
+        verdicts = [(k, usable(k, spec, device, config)) for k in others]
+        refused = [(k.name, reasons_of(v) or "not measured") for k, v in verdicts]
+        here = [k for k, verdict in verdicts if verdict.ok]
         exact = origin != NEAREST  # times of other shapes are not this site's
         best = decision.best.implementation
         took = decision.best.median_us
@@ -86,13 +84,21 @@ def fastest_known(
             rest = [(n, why) for n, why in refused if n != faster.name]
             slower = best.name, _lost_to(took or 0.0, exact, faster)
             implementation = default_configs(spec, device, faster)
-            return Choice(
-                implementation, "estimated", (slower, *_by_kernel(decision), *rest)
-            )
-        costs = measured_costs(decision, found, passes) if exact else UNKNOWN
-        lost = (*_by_kernel(decision), *refused)
+            lost = (slower, *_by_kernel(decision, exact), *rest)
+            costs = estimated_costs(spec, kernels, device, passes, faster.name)
+            return Choice(implementation, "estimated", lost, costs=costs)
+        costs = (
+            measured_costs(decision, found, passes)
+            if exact
+            else estimated_costs(spec, kernels, device, passes, best.forward)
+        )
+        lost = (*_by_kernel(decision, exact), *refused)
         return Choice(implementation, origin, lost, costs=costs)
     return None
+
+
+NEAR = "for a near shape or chip,"
+"""What a reason begins with whose times are not of these very shapes on this device."""
 
 
 def _lost_to(us: float, exact: bool, faster: Kernel) -> str:
@@ -151,11 +157,16 @@ def with_known_config(
     return Choice(decision.best.implementation, SIMULATED, lost, costs=choice.costs)
 
 
-def _by_kernel(decision: Decision) -> list[tuple[str, str]]:
-    """Why other kernels lost, each with its best config."""
+def _by_kernel(decision: Decision, exact: bool = True) -> list[tuple[str, str]]:
+    """Why other kernels lost, each with its best config.
+
+    Args:
+        decision: What won, and what lost.
+        exact: Whether the times are of these very shapes on this device.
+    """
     names: dict[str, str] = {}
     for name, why in decision.lost:
-        names.setdefault(name, why)
+        names.setdefault(name, why if exact else f"{NEAR} {why}")
     names.pop(decision.best.implementation.name, None)
     return list(names.items())
 

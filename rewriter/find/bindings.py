@@ -19,6 +19,7 @@ from rewriter.find.finder import Finder
 from rewriter.find.reading import Operand, Reading, operand
 from rewriter.ops.op import OUT, Op
 from rewriter.program.graph import Node
+from rewriter.program.walk import equations_above, values_below
 from rewriter.support.verdict import Verdict
 
 TRIALS = 400
@@ -68,16 +69,10 @@ class Wanted:
                     return
 
     def _results(self, find: Finder, anchor: Node) -> list[int]:
-        seen, queue = dict.fromkeys(anchor.outs), list(anchor.outs)
-        while queue and len(seen) < 40:
-            for node in find.graph.users(queue.pop(0)):
-                if find.local(node) or node.prim == "dot_general":
-                    for out in node.outs:
-                        if out not in seen:
-                            seen[out] = None
-                            queue.append(out)
+        below = values_below(find.graph, anchor.outs, lambda n: _inside(find, n), 40)
+        found = sorted({*anchor.outs, *below})
         rank = len(letters(self.op.dims[OUT]))
-        return [v for v in sorted(seen) if len(find.graph.shape(v)) >= rank][:24]
+        return [v for v in found if len(find.graph.shape(v)) >= rank][:24]
 
     def _readings(self, find: Finder, value: int) -> Iterator[Reading]:
         region, numbers = _region(find, value)
@@ -170,7 +165,7 @@ def _region(find: Finder, value: int) -> tuple[list[int], list[float]]:
     seen, queue, numbers = [], [value], {}
     while queue and len(seen) < 60:
         node = g.node_of(queue.pop(0))
-        if node is None or not (find.local(node) or node.prim == "dot_general"):
+        if node is None or not _inside(find, node):
             continue
         for i in node.ins:
             c = g.scalar(i)
@@ -183,14 +178,12 @@ def _region(find: Finder, value: int) -> tuple[list[int], list[float]]:
 
 
 def _between(find: Finder, value: int, leaves: set[int]) -> Iterator[Node]:
-    seen, queue = {value}, [value]
-    while queue and len(seen) < 100:
-        current = queue.pop()
-        node = find.graph.node_of(current)
-        if node is None or current in leaves:
-            continue
-        yield node
-        for i in node.ins:
-            if i not in seen:
-                seen.add(i)
-                queue.append(i)
+    goes_on = lambda node: leaves.isdisjoint(node.outs)
+    for node in equations_above(find.graph, [value], goes_on, most=100):
+        if goes_on(node):
+            yield node
+
+
+def _inside(find: Finder, node: Node) -> bool:
+    """Whether an equation may be inside a region: local, or a contraction."""
+    return find.local(node) or node.prim == "dot_general"

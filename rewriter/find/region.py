@@ -11,6 +11,7 @@ from typing import Any
 from rewriter.algebra.canonicalize import is_local
 from rewriter.find.body_inputs import BodyInput, body_inputs
 from rewriter.program.graph import Graph, Node, Scope
+from rewriter.program.walk import equations_above, values_above, values_below
 
 Path = tuple[float, ...]
 WALK_LIMIT = 80
@@ -115,22 +116,9 @@ class Regions:
     # ------------------------------------------------------------- walks
     def above(self, value: int, stop: frozenset[str]) -> list[Node]:
         """The nearest equations of the given primitives above a value."""
-        found: dict[int, Node] = {}
-        seen, queue = {value}, [value]
-        while queue and len(seen) < WALK_LIMIT:
-            node = self.graph.node_of(queue.pop(0))
-            if node is None:
-                continue
-            if node.prim in stop and not (
-                node.prim == "dot_general" and is_local(node)
-            ):
-                found.setdefault(id(node), node)
-            elif is_local(node):
-                for i in node.ins:
-                    if i not in seen and i not in self.graph.constants:
-                        seen.add(i)
-                        queue.append(i)
-        return list(found.values())
+        goes_on = lambda node: is_local(node) and not _stops(node, stop)
+        above = equations_above(self.graph, [value], goes_on, most=WALK_LIMIT)
+        return list({id(n): n for n in above if _stops(n, stop)}.values())
 
     def dominators(
         self, values: list[int], through: Callable[[Node], bool], limit: int
@@ -169,9 +157,7 @@ class Regions:
         while queue and len(seen) < limit:
             current = queue.pop(0)
             for node in self.graph.users(current):
-                if node.prim in stop and not (
-                    node.prim == "dot_general" and is_local(node)
-                ):
+                if _stops(node, stop):
                     for k, i in enumerate(node.ins):
                         if i == current and (id(node), k) not in done:
                             done.add((id(node), k))
@@ -186,68 +172,34 @@ class Regions:
         self, value: int, through: Callable[[Node], bool], limit: int = 12
     ) -> list[int]:
         """Values below a value through some equations, nearest first."""
-        seen, queue, out = {value}, [value], []
-        while queue and len(out) < limit:
-            for node in self.graph.users(queue.pop(0)):
-                if through(node):
-                    for result in node.outs:
-                        if result not in seen:
-                            seen.add(result)
-                            queue.append(result)
-                            out.append(result)
-        return out
+        return list(values_below(self.graph, [value], through, limit + 1))
 
     def descends(self, value: int, on: frozenset[int], limit: int = 300) -> bool:
         """Whether a value is computed from any of others, through any equation."""
-        seen, queue = {value}, [value]
-        while queue and len(seen) < limit:
-            current = queue.pop(0)
-            if current in on:
-                return True
-            node = self.graph.node_of(current)
-            for i in node.ins if node is not None else ():
-                if i not in seen:
-                    seen.add(i)
-                    queue.append(i)
-        return False
+        above = values_above(self.graph, [value], lambda _: True, most=limit)
+        return not on.isdisjoint(above)
 
     def multiplied(self, value: int, last: int) -> bool:
         """Whether a value is multiplied with itself on a way to a later one.
 
         So are contractions in an activation such as GELU, and scores never.
         """
-        found, queue = {value}, [value]
-        while queue:
-            for node in self.graph.users(queue.pop()):
-                if is_local(node) and node.outs[0] <= last:
-                    new = [v for v in node.outs if v not in found]
-                    found.update(new)
-                    queue += new
-        above, queue = {last}, [last]
-        while queue:
-            node = self.graph.node_of(queue.pop())
-            if node is None or not is_local(node):
-                continue
-            ins = [v for v in node.ins if v in found]
-            if node.prim in ("square", "integer_pow") and ins:
+        nearby = lambda node: is_local(node) and node.outs[0] <= last
+        found = {value, *values_below(self.graph, [value], nearby)}
+        for node in equations_above(self.graph, [last], is_local, found):
+            count = sum(v in found for v in node.ins)
+            if node.prim in ("square", "integer_pow") and count:
                 return True
-            if node.prim == "mul" and len(ins) > 1:
+            if node.prim == "mul" and count > 1:
                 return True
-            queue += [v for v in ins if v not in above]
-            above.update(ins)
         return False
 
     def depends(self, value: int, on: int, limit: int = 400) -> bool:
         """Whether a value is computed from another through local equations."""
-        seen, queue = {value}, [value]
-        while queue and len(seen) < limit:
-            current = queue.pop(0)
-            if current == on:
-                return True
-            node = self.graph.node_of(current)
-            if node is not None and (is_local(node) or node.prim == "dot_general"):
-                for i in node.ins:
-                    if i not in seen:
-                        seen.add(i)
-                        queue.append(i)
-        return False
+        goes_on = lambda node: is_local(node) or node.prim == "dot_general"
+        return on in values_above(self.graph, [value], goes_on, most=limit)
+
+
+def _stops(node: Node, stop: frozenset[str]) -> bool:
+    """Whether an equation is one of some primitives; products along no axis are not."""
+    return node.prim in stop and not (node.prim == "dot_general" and is_local(node))

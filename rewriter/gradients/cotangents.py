@@ -20,6 +20,7 @@ from rewriter.algebra.canonicalize import (
 from rewriter.find.match import Match
 from rewriter.gradients.through_loops import through
 from rewriter.program.graph import Graph, Node
+from rewriter.program.walk import values_below
 
 REACH = 240
 """The most values below a cotangent to examine."""
@@ -208,14 +209,7 @@ def reduces(graph: Graph, match: Match) -> bool:
 
 def below(graph: Graph, value: int) -> list[int]:
     """Values that are computed from a value, in program order."""
-    seen, queue = {value}, collections.deque([value])
-    while queue and len(seen) < REACH:
-        for node in graph.users(queue.popleft()):
-            for out in node.outs:
-                if out not in seen:
-                    seen.add(out)
-                    queue.append(out)
-    return sorted(seen)
+    return sorted([value, *values_below(graph, [value], lambda _: True, REACH)])
 
 
 def linear(graph: Graph, reached: Sequence[int], stops: frozenset[int]) -> set[int]:

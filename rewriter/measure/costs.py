@@ -59,8 +59,9 @@ def modelled_costs(
     """Returns the costs by a model of the device.
 
     Args:
-        before_s: Seconds as written; infinite if that does not fit into memory.
-        after_s: Seconds as chosen.
+        before_s: Seconds as written; infinite if that does not fit into memory, and 0
+            if they are not known.
+        after_s: Seconds as chosen; 0 if they are not known.
         passes: What runs.
         before_bytes: Bytes of temporary memory as written, if known.
         after_bytes: Bytes of temporary memory as chosen, if known.
@@ -70,9 +71,9 @@ def modelled_costs(
         Costs(before_us=None, after_us=2.0, ..., source='estimated', passes='forward')
     """
     before, after = (1e6 * s if 0 < s < math.inf else None for s in (before_s, after_s))
-    if before is None and after is None:
+    memory = [None if x is None else int(x) for x in (before_bytes, after_bytes)]
+    if before is None and after is None and None in memory:
         return UNKNOWN
-    memory = (None if x is None else int(x) for x in (before_bytes, after_bytes))
     return Costs(before, after, *memory, source=ESTIMATED, passes=passes)
 
 

@@ -33,6 +33,10 @@ LAUNCH_S = 4e-6
 WIDE = {"cuda": 2.0}
 """How many times longer 32-bit products take than 16-bit ones; 1 elsewhere."""
 
+PRODUCTS_BYTES = 32 << 20
+"""Bytes that XLA sets aside on Hopper GPUs for matrix products of that size or more
+(``tests/bench/results/tuned_h200.json``)."""
+
 ROOM = 0.8
 """The share of a device's memory that temporary arrays may take."""
 

@@ -130,8 +130,8 @@ class Speed:
             where nothing was measured on the platform.
         modelled: ``modelled(spec, device, passes)`` says, with reasons, whether the
             model holds for a use. Where not, its own seconds are infinite.
-        temporary: ``temporary(spec, passes)`` gives modelled bytes of temporary memory
-            by name, where they are known.
+        temporary: ``temporary(spec, device, passes)`` gives modelled bytes of temporary
+            memory by name, where they are known.
         steps: ``steps(spec, config, backward_config, passes)`` gives, by the names of
             its Pallas TPU kernels, how often all of their code runs. That is the number
             of grid steps that run, if values decide it. Code of which each step runs
@@ -153,7 +153,7 @@ class Speed:
     modelled: Callable[[Spec, Device, str], Verdict] = field(
         default=always_modelled, repr=False
     )
-    temporary: Callable[[Spec, str], Mapping[str, float]] | None = field(
+    temporary: Callable[[Spec, Device, str], Mapping[str, float]] | None = field(
         default=None, repr=False
     )
     steps: Callable[[Spec, Any, Any, str], Mapping[str, float]] | None = field(

@@ -1,8 +1,8 @@
 """Derivatives of a function at single numbers, such as the kink of a relu.
 
-JAX has a derivative there by convention, and each way to write a function has its own:
-at 0 that of ``max(y, 0)`` is 1/2, that of ``where(y < 0, 0, y)`` is 1. Its square then
-has a second derivative of 1/2 or 2 there.
+JAX has a derivative there by convention, and each way to write a function has its own.
+At 0 that of ``max(y, 0)`` is 1/2, and that of ``where(y < 0, 0, y)`` is 1. The square
+of the function then has a second derivative of 1/2 or 2 there.
 """
 
 from __future__ import annotations

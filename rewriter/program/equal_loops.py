@@ -151,7 +151,7 @@ class _Keys:
         consts = zip(inner.constvars, _jax.consts_of(body), strict=True)
         known = {v: self._number(("constant", id(c))) for v, c in consts}
         known |= dict(zip(inner.invars, given, strict=True))
-        signatures = self.graph.signatures_of(inner.eqns)
+        signatures = self.graph.signatures.of_body(inner.eqns)
         numbers = dict(zip(map(id, inner.eqns), signatures, strict=True))
         kept, _ = live(inner.eqns, inner.outvars[:count])
         for eqn in kept:

@@ -53,13 +53,13 @@ class Total:
             >>> print(Total(2500.0, 500.0, 3, 4, None, None, ("measured",)))
             sites take 2.5 ms as written, 500 µs as rewritten (measured, 3 of 4 sites)
         """
-        before, after = time_text(self.before_us), time_text(self.after_us)
-        of = f"{self.known} of {self.sites} sites"
-        how = ", ".join((*self.sources, of))
-        text = f"sites take {before} as written, {after} as rewritten ({how})"
-        if self.most_before_bytes is None or self.most_after_bytes is None:
+        old, new = time_text(self.before_us), time_text(self.after_us)
+        how = ", ".join((*self.sources, f"{self.known} of {self.sites} sites"))
+        text = f"sites take {old} as written, {new} as rewritten ({how})"
+        before, after = self.most_before_bytes, self.most_after_bytes
+        if before is None or after is None or not (before or after):
             return text
-        most = map(size_text, (self.most_before_bytes, self.most_after_bytes))
+        most = size_text(before), size_text(after)
         return f"{text}; temporary memory of the largest {' → '.join(most)}"
 
 
@@ -113,6 +113,8 @@ def _pairs(costs: Costs, replaced: bool) -> Iterator[str]:
         ("temporary memory ", costs.before_bytes, costs.after_bytes, size_text),
     )
     for what, before, after, text in kinds:
+        if not (before or after):
+            continue  # not known, or no temporary memory at all
         old, new = (None if x is None else text(x) for x in (before, after))  # type: ignore[operator]
         if not replaced:
             if old is not None or new is not None:

@@ -150,6 +150,11 @@ class Report:
         ]
         if lines:
             return "\n".join(lines)
+        done = tuple(s for s in self.sites if op in ("", s.op))
+        if done:
+            count = sum(s.repeats for s in done)
+            where = ", ".join(dict.fromkeys(s.where for s in done))
+            return f"all that is found is replaced: ×{count} at {where}"
         missing = f"nothing in {self.name} is close to {op or 'any pattern'}"
         known = [str(k) for k in self.look_alikes() if op in ("", k.op)]
         return "\n".join([missing, *known])

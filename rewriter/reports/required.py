@@ -11,6 +11,7 @@ LEFT_TO_XLA = (
     "{{{op!r}: {{'found': {count}}}}}; implementation= forces a kernel"
 )
 NOT_FOUND = "The lines above say why; report.why_not({op!r}) has all of it"
+ALL_REPLACED = "Nothing else in {name} is close to {op}; ask for {count} of them"
 NOTHING_CLOSE = "print(rewriter.explain(fn)(*args)) shows what is found there"
 
 
@@ -52,5 +53,10 @@ def _shortfalls(report: Report, required: Requirements) -> tuple[list[str], str,
             near = (*report.sites, *report.misses, *report.look_alikes())
             close = any(x.op == r.op for x in near)
             step = LEFT_TO_XLA if enough else NOT_FOUND if close else NOTHING_CLOSE
-            next_step = next_step or step.format(op=r.op, count=max(have, 1))
+            missed = any(m.op == r.op for m in report.misses)
+            if 0 < have == replaced.get(r.op, 0) and not missed:
+                step = ALL_REPLACED
+            next_step = next_step or step.format(
+                op=r.op, count=max(have, 1), name=report.name
+            )
     return short, ops[0] if len(ops) == 1 else "", next_step

@@ -185,7 +185,8 @@ class _Both:
         if probe is not None and not _says_something(before):
             return None
         after = self.rewritten(arguments)
-        moved = functools.cache(lambda: self._rounded_inputs(arguments))
+        moved = functools.cache(lambda: self._moved(self.written, arguments))
+        again = functools.cache(lambda: self._moved(self.rewritten, arguments))
         exact = functools.cache(lambda: self._exact(arguments))
         unit = max(self.unit, _unit(arguments))
         return [
@@ -197,18 +198,21 @@ class _Both:
                 self.coarse[k],
                 lambda k=k: [run[k] for run in moved()],
                 lambda k=k: exact()[k],
+                again=lambda k=k: [run[k] for run in again()],
                 gradient=k in self.gradients,
                 scaled=probe is not None and probe.scaled,
                 always=always,
+                together=probe is None,
                 unit=unit,
             )
             for k, (a, b) in enumerate(zip(before, after, strict=True))
         ]
 
-    def _rounded_inputs(self, leaves: Sequence[Any]) -> list[Any]:
+    def _moved(self, function: Flat, leaves: Sequence[Any]) -> list[Any]:
+        """Results for arguments that are moved by a rounding, several times."""
         coarse = max(self.coarse, key=lambda name: jnp.finfo(name or "float64").eps)
         return [
-            self.written(
+            function(
                 [
                     shaken(x, d, coarse, seed)
                     for x, d in zip(leaves, self.deciding, strict=True)

@@ -47,6 +47,18 @@ FLOOR, FLOOR_OF_GRADIENTS = 0.05, 0.25
 It is larger for gradients, where larger terms cancel.
 """
 
+CANCELLED = 8.0
+"""How many roundings of the largest row a gradient's row of zeros may be off by: what
+cancels in it exactly as written cancels up to roundings in another order."""
+
+NOISE = 0.3
+"""The share by which a row changes if it is made of roundings alone, and the program's
+arguments move by a rounding. A wrong value changes by a few roundings."""
+
+TOGETHER = 4.0
+"""How many times farther than a run with shaken arguments all rows together may be.
+Single rows may be `SHAKES` times farther, which hides what is wrong in all of them."""
+
 Runs = Callable[[], Sequence[Any]]
 
 
@@ -83,9 +95,11 @@ def judged(
     shaken: Runs = tuple,
     exact: Callable[[], Any] | None = None,
     *,
+    again: Runs = tuple,
     gradient: bool = False,
     scaled: bool = False,
     always: bool = False,
+    together: bool = False,
     unit: float = 0.0,
 ) -> Verdicts:
     """Returns the verdict on one result.
@@ -97,10 +111,14 @@ def judged(
         shaken: Returns original results for arguments moved by a rounding; called only
             if the two differ.
         exact: Returns the result in float64; called likewise.
-        gradient: Whether rows that are exactly zero must stay so.
+        again: Returns rewritten results for arguments moved by a rounding; called only
+            if a gradient still differs.
+        gradient: Whether rows that are exactly zero must stay so, but for roundings of
+            what cancels.
         scaled: Whether the arguments are of unusual size. Then rows where float64 gives
             other values prove nothing, and gradients are only checked for being finite.
         always: Whether to call the other two in any case, for their errors.
+        together: Whether to judge all rows of a gradient together, too.
         unit: The size of the program's arguments. Where float64 gives zero, roundings
             of that size are allowed.
 
@@ -110,8 +128,8 @@ def judged(
     """
     with np.errstate(all="ignore"):
         return _judged(
-            written, rewritten, coarse, shaken, exact, gradient=gradient,
-            scaled=scaled, always=always, unit=unit,
+            written, rewritten, coarse, shaken, exact, again=again, gradient=gradient,
+            scaled=scaled, always=always, together=together, unit=unit,
         )  # fmt: skip
 
 
@@ -122,9 +140,11 @@ def _judged(
     shaken: Runs,
     exact: Callable[[], Any] | None,
     *,
+    again: Runs,
     gradient: bool,
     scaled: bool,
     always: bool,
+    together: bool,
     unit: float,
 ) -> Verdicts:
     a, b = _host(written), _host(rewritten)
@@ -145,6 +165,10 @@ def _judged(
     if not case.fine(gradient, sizes):
         others = [_wide(_host(x)) for x in shaken()]
         case = _Case(a, b, coarse, others, reference, scaled, floor, unit)
+        if gradient and sizes and together:
+            case.compare_together()
+        if gradient and sizes and not case.fine(gradient, sizes):
+            case.note_roundings([_wide(_host(x)) for x in again()])
     return case.verdicts(gradient, sizes)
 
 
@@ -191,10 +215,17 @@ class _Case:
         own = _norm(np.where(kinds_a == 0, self.a, 0))
         usual = float(np.median(own[own > 0])) if (own > 0).any() else 0.0
         tiny = float(jnp.finfo(written.dtype).tiny)
-        self.smallest = floor * usual
+        least = self.tolerance * floor * usual
+        self.rounding = self.eps * float(own.max(initial=0.0))
+        self.least = max(least, CANCELLED * self.rounding)
+        self.noise = np.zeros(own.shape, bool)
         self.size = np.maximum(own, floor * usual) + 64 * tiny
         self.gap = _norm(np.where(fine, self.b - self.a, 0))
         self.limit = self.tolerance * self.size
+        self.large = fine.all(axis=1) & (own > floor * usual)
+        self.moves = [_norm(np.where(fine & np.isfinite(x), x - self.a, 0))
+                      for x in others]  # fmt: skip
+        self.wrong_together = ""
         self.spread = self._sensitivity(others, fine)
         self.limit = np.maximum(self.limit, self.spread)
         self.unstable = int(np.sum(self.spread > NEAR_AT_MOST * self.size))
@@ -211,8 +242,7 @@ class _Case:
         """How far rows move with their arguments, at least as far as most rows do."""
         if not others:
             return np.zeros(self.size.shape)
-        moves = [_norm(np.where(fine & np.isfinite(x), x - self.a, 0)) for x in others]
-        most = np.max(moves, axis=0)
+        most = np.max(self.moves, axis=0)
         share = float(np.quantile(most / self.size, 0.9))
         return np.maximum(SHAKES * most, 2 * share * self.size)
 
@@ -248,13 +278,45 @@ class _Case:
         if self.moved.any() or not sizes:
             return not self.moved.any()
         off = (self.after > self.limit).any()
-        return not off and not (gradient and self._no_zeros().any())
+        zeros = gradient and self.no_zeros().any()
+        return not (off or zeros or self.wrong_together)
 
-    def _no_zeros(self) -> np.ndarray:
-        """Rows that were exactly zero, and are more than a rounding of others now."""
+    def compare_together(self) -> None:
+        """Compares all rows but small ones at once: roundings do not add up there."""
+        if not self.large.any() or not self.moves:
+            return
+        whole = lambda rows: float(np.sqrt(np.sum(rows[self.large] ** 2)))
+        moved = TOGETHER * max(map(whole, self.moves))
+        rounded = max(self.tolerance * whole(self.size), 8 * whole(self.before))
+        gap, most, size = whole(self.after), max(moved, rounded), whole(self.size)
+        if gap > most:
+            self.wrong_together = (
+                f"all rows together differ by {gap / size:.1e} of their size "
+                f"(allowed {most / size:.1e})"
+            )
+
+    def no_zeros(self) -> np.ndarray:
+        """Rows that were exactly zero, and are more than roundings now."""
         was = ~self.a.any(axis=1) & (self.kinds[0] == 0).all(axis=1)
         here = np.nan_to_num(np.abs(self.b)).max(axis=1)
-        return was & (here > self.tolerance * self.smallest) & (here > 0)
+        return was & (here > self.least) & (here > 0) & ~self.noise
+
+    def note_roundings(self, moved: Sequence[np.ndarray]) -> None:
+        """Allows what changes with the arguments' roundings, in rows that cancel.
+
+        What cancels in a row is at most as large as the largest row.
+
+        Args:
+            moved: Rewritten results for arguments moved by a rounding.
+        """
+        changes = [_norm(np.nan_to_num(_rows(x) - self.b)) for x in moved]
+        if not changes:
+            return
+        own = SHAKES * np.max(changes, axis=0)
+        most = ROUNDINGS * self.rounding
+        self.limit = np.maximum(self.limit, np.minimum(own, most))
+        share = np.median(changes, axis=0) / np.maximum(_norm(self.b), 1e-300)
+        self.noise = (share > NOISE) & (self.gap <= self.limit)
 
     def verdicts(self, gradient: bool, sizes: bool) -> Verdicts:
         """The verdict."""
@@ -270,7 +332,9 @@ class _Case:
             differs.append(self._values_text(off, worst))
             big = np.abs(np.where(np.isfinite(self.b), self.b, 0) - self.a)
             where |= off[:, None] & (big == big.max(axis=1, keepdims=True))
-        zeros = self._no_zeros() if gradient else np.zeros(off.shape, bool)
+        if self.wrong_together:
+            differs.append(self.wrong_together)
+        zeros = self.no_zeros() if gradient else np.zeros(off.shape, bool)
         if zeros.any():
             first = _first(np.broadcast_to(zeros[:, None], self.a.shape), self.shape)
             differs.append(f"{zeros.sum()} rows were exactly 0 and are not{first}")

@@ -3,10 +3,10 @@
   python3 -m tests.bench.decoder [--small] [--repeats N] [--json PATH]
 
 Sixteen layers of width 2048 under `lax.scan`: 16 heads of 128, softmax attention by
-einsum under `where(tril)`, SwiGLU of 5632, 32000 tokens, bfloat16. Forward, gradient
-of a whole step (`rewriter.optimize(jax.value_and_grad(loss))`), and the same with
-every layer in `jax.checkpoint`, as it is and with some memory to keep what checkpoints
-compute again, less than what scores took.
+einsum under `where(tril)`, SwiGLU of 5632, 32000 tokens, bfloat16. It runs forward, and
+as a whole step with gradients (`rewriter.optimize(jax.value_and_grad(loss))`). Then
+every layer is in `jax.checkpoint`: as it is, and with some memory to keep what
+checkpoints compute again, less than what scores took.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
   python3 -m tests.bench.hopper_decode [--configs] [--cases "A;B"] [--json PATH]
 
-Microseconds are the device's by CUPTI, all kernels of a run added up, medians of runs
-that take turns on three sets of normal bfloat16 operands, compiling and first runs left
-out. All programs take lengths of sequences at run time: full ones, and ones drawn from
-1 to all keys. Where sequences are padded on the left, they take a mask of keys instead,
-which says the same of their ends. TB/s count the keys and values before those lengths,
-each once, and all of them under a mask. Pages are in no order, and the table names each
-once. Errors are relative ones of two sequences' results against float64. Without
---configs ours runs with four configs, and on pages with one.
+Microseconds are the device's by CUPTI, all kernels of a run added up. They are medians
+of runs that take turns on three sets of normal bfloat16 operands. Compiling and first
+runs are left out. All programs take lengths of sequences at run time: full ones, and
+ones drawn from 1 to all keys. Where sequences are padded on the left, they take a mask
+of keys instead, which says the same of their ends. TB/s count the keys and values
+before those lengths, each once, and all of them under a mask. Pages are in no order,
+and the table names each once. Errors are relative ones of two sequences' results
+against float64. Without --configs ours runs with four configs, and on pages with one.
 """
 
 from __future__ import annotations

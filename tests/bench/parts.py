@@ -2,9 +2,9 @@
 
     python3 -m tests.bench.parts [--write]
 
-For each, what one op could save at most: the time and temporary memory of all of it
-as it is rewritten now, beside those of its parts, each compiled alone. Times are of
-the process' CPUs, so that other work on the machine does not count.
+For each it prints what one op could save at most. These are the time and temporary
+memory of all of it as it is rewritten now, beside those of its parts alone. Times are
+of the process' CPUs, so that other work on the machine does not count.
 """
 
 from __future__ import annotations

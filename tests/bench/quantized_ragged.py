@@ -4,10 +4,10 @@
 
 Others are the program as written, and one whose matrices are dequantised before our
 kernel for 16 bits; of units of experts also one by two ragged dots of ours. Times are
-device time by CUPTI, of all kernels; TF/s count two operations a product, TB/s what is
-read and written where matrices of groups with rows are read once, in 8 bits. Group
-sizes are uneven (`tests.bench.ragged.sizes_of`), three sets of inputs take turns. The
-error is that of a sample of the result against float32 sums, in the Frobenius norm.
+device time by CUPTI, of all kernels. TF/s count two operations a product. TB/s count
+what is read and written where matrices of groups with rows are read once, in 8 bits.
+Group sizes are uneven (`tests.bench.ragged.sizes_of`), three sets of inputs take turns.
+The error is that of a sample of the result against float32 sums, in the Frobenius norm.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Measures an unrolled decoder of flax linen's modules, and one written by hand (c
 attention, RMS norms, SwiGLU). Then come programs without sites, reports of attention
 with masks that are arrays, `jax.grad` around an optimized function, and dispatch with a
 tree of 100 arrays. Seconds are of the processor, the least of several runs. Each run
-has a sequence length of its own, so that nothing is known of its shapes; ``again_s`` is
+has a sequence length of its own, so that nothing is known of its shapes. ``again_s`` is
 for shapes that are known, and ``first_rewrite_s`` the first one in a process.
 Tracing and lowering as a whole is compared too, with the kernels in it.
 """

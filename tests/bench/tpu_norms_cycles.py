@@ -2,10 +2,11 @@
 
   python3 -m tests.bench.tpu_norms_cycles [--json PATH] [--seconds 120]
 
-Rows in bfloat16. "sum" is ``h = x + addend; y = norm(h)``, both of which are results;
-"gradients" are those of ``y = norm(h)`` from y's cotangent, and of h what comes back
-along the stream is added. XLA's are what it makes of the op as usually written. The
-simulator knows no limit of the memory's bandwidth: no program is faster than its bytes.
+Rows in bfloat16. "sum" is ``h = x + addend; y = norm(h)``, both of which are results.
+"gradients" are those of ``y = norm(h)`` from y's cotangent, to which what comes back
+along the stream is added for h. XLA's are what it makes of the op as usually written.
+The simulator knows no limit of the memory's bandwidth: no program is faster than its
+bytes.
 """
 
 from __future__ import annotations

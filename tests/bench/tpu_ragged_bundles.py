@@ -3,7 +3,7 @@
   python3 -m tests.bench.tpu_ragged_bundles [--json PATH] [--seconds 600]
 
 bfloat16, groups of equal sizes that tiles of 512 rows divide. The sizes of groups are
-read from memory, so that the compiler's simulator sees neither kernel: counted are the
+read from memory, so that the compiler's simulator sees neither kernel. Counted are the
 instruction bundles of a kernel's code, times the steps that run it. Ours has code of
 its own for tiles that groups share: there are none here, and it is left out. Megablox
 has its product twice where it sums over several tiles of k, so that its tiles here have

@@ -92,6 +92,8 @@ NONE = {
     "adam": (adam, X),
     "clipped": (clipped, X),
     "mlp": (mlp, X, W),
+    "log_of_a_layer": (lambda x, w, u: jnp.log(jax.nn.softmax(x @ w)) @ u.T, X, W, U),
+    "bounded_root": (lambda x: x / jnp.maximum(jnp.sqrt(jnp.abs(x)), 1e-3), X),
     "cell": (cell, X, W),
 }
 
@@ -248,8 +250,17 @@ WORDS = {
     "bilinear": ("gated_linear_unit", "a bilinear unit", bilinear, X, W, U),
     "two_inputs": ("gated_linear_unit", "different arrays", two_inputs, X, X + 1, W, U),
     "linear": ("attention", "linear attention", linear_attention, Q, K, V),
+    "rounded": (
+        "attention", "go through round",
+        lambda q, k, v: weighted(jnp.round(127 * jax.nn.softmax(scores(q, k))), v),
+        Q, K, V,
+    ),
+    "bounded": (
+        "rms_norm", "bounded from below",
+        lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6), X,
+    ),
     "loop": ("ragged_dot", "one after another", expert_loop, X, W, UP, DOWN),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WORDS)
@@ -261,7 +272,7 @@ def test_words_where_one_might_expect_a_site(name):
     for text in (report.text(), report.why_not(), report.why_not(op)):
         assert words in text
         assert "test_near_misses.py" in text
-    others = {"attention", "gated_linear_unit", "ragged_dot"} - {op}
+    others = {"attention", "gated_linear_unit", "ragged_dot", "rms_norm"} - {op}
     assert not any(words in report.why_not(other) for other in others)
 
 
@@ -341,7 +352,16 @@ REASONS = {
         "attention", "raised to a power after the softmax",
         lambda q, k, v: weighted(jax.nn.softmax(scores(q, k)) ** 2, v), Q, K, V,
     ),
-    "mixed_heads": ("attention", "summed along another", mixed_heads, Q, K, V),
+    "mixed_heads": (
+        "attention", "weights of several heads are mixed", mixed_heads, Q, K, V
+    ),
+    "mixed_scores": (
+        "attention", "scores of several heads are mixed",
+        lambda q, k, v: weighted(
+            jax.nn.softmax(jnp.einsum("bnts,nm->bmts", scores(q, k), WEIGH)), v
+        ),
+        Q, K, V,
+    ),
     "divided_again": (
         "attention", "divided by more than one sum", divided_again, Q, K, V
     ),

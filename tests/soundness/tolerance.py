@@ -1,9 +1,9 @@
 """How far two results of a program may differ, by rounding alone.
 
 What a program computes is rounded where XLA or a kernel rounds it. How much that
-matters is told by the original itself: computed op by op, in float64, of operands that
-differ in their last bit, and with every result off by its last bits. Operands of masks
-stay as they are, since what a mask lets through is exact.
+matters is told by the original itself. It is computed op by op, in float64, of operands
+that differ in their last bit, and with every result off by its last bits. Operands of
+masks stay as they are, since what a mask lets through is exact.
 """
 
 from __future__ import annotations

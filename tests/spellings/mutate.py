@@ -1,7 +1,7 @@
 """Random changes to a program: some keep its meaning, the others do not.
 
 A program is a closed jaxpr. A mutation is a function of one equation and its
-operands' values; the program is traced again with it in that equation's place,
+operands' values. The program is traced again with it in that equation's place,
 so mutations compose with every spelling and with each other.
 """
 

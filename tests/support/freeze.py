@@ -4,10 +4,10 @@
                                                 [--kernels]
     python -m tests.support.freeze compare BEFORE AFTER
 
-``write`` makes one file for each spelling, and for each public model with
-``--corpus`` (which needs the package ``corpus`` on the path). A file holds four forms
-of the program: forward, gradient, sharded over two devices, and exported. Each form
-has the report as JSON, as it is on an H100, and the text of the rewritten program with
+``write`` makes one file for each spelling, and for each public model with ``--corpus``
+(which needs the package ``corpus`` on the path). A file holds four forms of the
+program: forward, gradient, sharded over two devices, and exported. Each form has the
+report as JSON, as it is on an H100. It also has the text of the rewritten program, with
 kernels of plain JAX forced for every op that has one. Times and addresses are left out.
 ``--part 2/8`` writes every eighth file from the second on; a file that exists is left.
 With ``--kernels`` there is a file for each use of each op instead: what its kernels say

@@ -3,8 +3,8 @@
     python3 -m tests.support.mesh_grid [every N-th case] [only this way to call]
 
 A case is a mesh, how the op is called, `jax.set_mesh` or not, an op, and a pass. What
-means nothing is left out: without a mesh there is nothing to set and nothing to map
-over, `auto_axes` is for explicit axes, and a manual mesh is one inside `shard_map`.
+means nothing is left out. Without a mesh there is nothing to set and nothing to map
+over. `auto_axes` is for explicit axes, and a manual mesh is one inside `shard_map`.
 """
 
 from __future__ import annotations

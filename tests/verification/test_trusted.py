@@ -179,3 +179,66 @@ def test_complex_numbers_have_a_place():
     b = a.copy()
     b[1, 2] += 1
     assert judged(a, b, "float32").worst == (1, 2)
+
+
+def causal_loss(q, k, v):
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+    keep = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(keep, scores, -jnp.inf))
+    return (jnp.einsum("bnts,bsnh->btnh", weights, v) ** 2).mean()
+
+
+def test_what_cancels_in_a_gradient_cancels_up_to_rounding():
+    """A first query sees one key: its gradient is 0 as written, and 1e-10 by a sum."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 2, 32))
+    result = rewriter.verify(causal_loss, grad=True, draws=6, implementation=FORCED)(
+        q, k, v
+    )
+    assert any(s.replaced for s in result.report.sites)
+    assert result.ok, str(result)
+
+
+GRADIENT = rng.normal(size=(16, 8)).astype("f4")
+GRADIENT[3] = 0
+
+
+@pytest.mark.parametrize(
+    ("size", "moves", "ok"),
+    [
+        (1e-8, 0.0, True),  # below a rounding of the largest row
+        (1e-5, 1.0, True),  # another number whenever a rounding is
+        (1e-5, 1e-3, False),  # a number of its own
+        (1e-2, 1.0, False),  # too large for a rounding
+    ],
+)
+def test_a_row_of_zeros_may_hold_roundings_alone(size, moves, ok):
+    other = GRADIENT.copy()
+    other[3] = size
+
+    def again():
+        for sign in (1, -1, 1, -1):
+            moved = other.copy()
+            moved[3] *= 1 + sign * moves
+            yield moved
+
+    found = judged(
+        GRADIENT, other, "float32", lambda: [GRADIENT] * 4, lambda: GRADIENT,
+        again=lambda: list(again()), gradient=True, unit=1.0,
+    )  # fmt: skip
+    assert (not found.differs) == ok, found
+
+
+@pytest.mark.parametrize(("factor", "ok"), [(1.0, True), (0.5, False), (1.3, False)])
+def test_a_factor_of_a_gradient_is_found_behind_unstable_rows(factor, ok):
+    """Each row may be off by 16 times what a rounding changes, and all of them by 4."""
+    shakes = [GRADIENT * (1 + 0.05 * rng.normal(size=GRADIENT.shape)) for _ in range(4)]
+    found = judged(
+        GRADIENT, GRADIENT * np.float32(factor), "bfloat16", lambda: shakes,
+        lambda: GRADIENT, gradient=True, together=True, unit=1.0,
+    )  # fmt: skip
+    assert (not found.differs) == ok, found
+    alone = judged(
+        GRADIENT, GRADIENT * np.float32(factor), "bfloat16", lambda: shakes,
+        lambda: GRADIENT, gradient=True, unit=1.0,
+    )  # fmt: skip
+    assert not alone.differs

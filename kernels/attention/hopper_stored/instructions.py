@@ -1,8 +1,8 @@
 """What attention to stored keys and values does in instructions of its own.
 
-Scores are transposed: a row for each key and a column for each query. A thread has the
-rows ``16 w + q`` and the one 8 behind it, and the columns ``8 j + 2 t`` and the one
-behind it, as lane ``4 q + t`` of warp w.
+Scores are transposed: a row for each key and a column for each query. Lane
+``4 q + t`` of warp w has two rows, ``16 w + q`` and the one 8 behind it. Its columns
+are pairs: ``8 j + 2 t`` and the one behind it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Masks made of data, in the programs in which people train: checkpoints and loops.
 
-A mask is made once outside the layers, or in each of them; layers are one after the
-other or in a scan, under a checkpoint or not; and the whole is differentiated.
+A mask is made once outside the layers, or in each of them. Layers are one after the
+other or in a scan, under a checkpoint or not. The whole is differentiated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Triangle attention of protein models: each row attends, with one bias for all rows.
 
-The functions are written from the algorithms of the papers, as the code bases that they
-are named after lay out heads, masks and biases: "Highly accurate protein structure
-prediction with AlphaFold" (2021), algorithms 13 and 14 of the supplement.
+The functions are written from algorithms 13 and 14 of the supplement of "Highly
+accurate protein structure prediction with AlphaFold" (2021). Each lays out heads, masks
+and biases as the code base does that it is named after.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 
 import rewriter
 from tests import slow
-from tests.patterns.attention.test_scored import FORCED, exact, far
-from tests.patterns.attention.test_scored import quickly as quickly
+from tests.patterns.attention.functions.checks import FORCED, exact, far
+from tests.patterns.attention.functions.checks import quickly as quickly
 
 pytestmark = pytest.mark.once
 

@@ -97,22 +97,28 @@ class Case:
     arrays: tuple[str, ...] = ()
 
 
-def first_frame(function: Function, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Heads before positions, and JAX's softmax."""
+def first_frame(
+    function: Function, names: tuple[str, ...], softmax: bool = True
+) -> Callable[..., Any]:
+    """Heads before positions, and JAX's softmax, or the function as the weights."""
 
     def attention(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
         x = jnp.einsum("btnh,bsnh->bnts", q, k) * (1 / math.sqrt(H))
         i = jnp.arange(T)[None, None, :, None]
         j = jnp.arange(S)[None, None, None, :]
         given = Given("bnts", dict(zip(names, arrays, strict=True)))
-        weights = jax.nn.softmax(function(x, i, j, given), axis=-1)
+        weights = function(x, i, j, given)
+        if softmax:
+            weights = jax.nn.softmax(weights, axis=-1)
         return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
     return attention
 
 
-def second_frame(function: Function, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Heads last, a softmax by hand, and the division behind the values."""
+def second_frame(
+    function: Function, names: tuple[str, ...], softmax: bool = True
+) -> Callable[..., Any]:
+    """Heads last, and a softmax by hand that divides behind the values, or none."""
 
     def attention(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
         q = q / jnp.asarray(math.sqrt(H), q.dtype)
@@ -121,11 +127,16 @@ def second_frame(function: Function, names: tuple[str, ...]) -> Callable[..., An
         j = lax.broadcasted_iota(jnp.int32, (1, 1, S, 1), 2)
         given = Given("btsn", dict(zip(names, arrays, strict=True)))
         x = function(x, i, j, given)
+        if not softmax:
+            return jnp.einsum("btsn,bsnh->btnh", x, v)
         weights = jnp.exp(x - lax.stop_gradient(x.max(2, keepdims=True)))
         out = jnp.einsum("btsn,bsnh->btnh", weights, v)
         return out / weights.sum(2)[..., None]
 
     return attention
+
+
+FRAMES = {"first": first_frame, "second": second_frame}
 
 
 # ------------------------------------------------------------------ what they share

@@ -15,6 +15,7 @@ from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.hopper.config import configs as configs
 from rewriter.kernels.ragged.dot.hopper.config import default as default
 from rewriter.kernels.ragged.dot.hopper.config import fits as fits
+from rewriter.kernels.ragged.dot.memory import temporary
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
@@ -106,6 +107,7 @@ SPACE = Space(Tiles, default, configs, fits)
 KERNEL = anywhere(
     HOPPER.kernel(
         "ragged_dot", forward, backward, supports,
-        Speed(by_estimate, by_rule=False, estimate=estimate), SPACE, SPACE,
+        Speed(by_estimate, by_rule=False, estimate=estimate, temporary=temporary),
+        SPACE, SPACE,
     )
 )  # fmt: skip

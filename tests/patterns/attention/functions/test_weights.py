@@ -15,16 +15,18 @@ from jax import lax
 import rewriter
 from rewriter.kernels.attention.reach import reach
 from tests import slow
-from tests.patterns.attention.test_scored import (
+from tests.patterns.attention.functions.checks import (
+    CONTEXTS,
     FORCED,
+    check_bounded,
+    check_gradients,
+    check_in_context,
     exact,
     far,
-    over_layers,
-    stacked,
-    weighed,
+    found,
     with_gradients,
 )
-from tests.patterns.attention.test_scored import quickly as quickly
+from tests.patterns.attention.functions.checks import quickly as quickly
 from tests.spellings.attention import scores
 from tests.spellings.attention.scores import B, Given, H, N, S, T
 
@@ -122,42 +124,14 @@ CASES: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def first_frame(function: Any, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Heads before positions."""
-
-    def attention(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
-        x = jnp.einsum("btnh,bsnh->bnts", q, k) * (1 / math.sqrt(H))
-        i = jnp.arange(T)[None, None, :, None]
-        j = jnp.arange(S)[None, None, None, :]
-        given = Given("bnts", dict(zip(names, arrays, strict=True)))
-        return jnp.einsum("bnts,bsnh->btnh", function(x, i, j, given), v)
-
-    return attention
-
-
-def second_frame(function: Any, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Heads last, and a query that is scaled."""
-
-    def attention(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
-        q = q / jnp.asarray(math.sqrt(H), q.dtype)
-        x = jnp.einsum("btnh,bsnh->btsn", q, k)
-        i = lax.broadcasted_iota(jnp.int32, (1, T, 1, 1), 1)
-        j = lax.broadcasted_iota(jnp.int32, (1, 1, S, 1), 2)
-        given = Given("btsn", dict(zip(names, arrays, strict=True)))
-        return jnp.einsum("btsn,bsnh->btnh", function(x, i, j, given), v)
-
-    return attention
-
-
-FRAMES = {"first": first_frame, "second": second_frame}
-SPELLINGS = [(name, which) for name in CASES for which in FRAMES]
+SPELLINGS = [(name, which) for name in CASES for which in scores.FRAMES]
 
 
 def spelled(name: str, which: str = "first") -> tuple[Callable[..., Any], list[Any]]:
     """Returns a case in a frame, and its arrays."""
     function, _, names = CASES[name]
     arrays = [scores.Q, scores.K, scores.V, *(scores.ARRAYS[n] for n in names)]
-    return FRAMES[which](function, names), arrays
+    return scores.FRAMES[which](function, names, softmax=False), arrays
 
 
 @pytest.mark.parametrize("part", slow.first(1, range(6)))
@@ -182,37 +156,17 @@ def test_found_and_right_with_gradients(part: int) -> None:
     assert max(errors.values()) < 3e-5, errors
 
 
-CONTEXTS = {
-    "vmap": lambda f, a: (jax.vmap(f), stacked(a)),
-    "scan": lambda f, a: (over_layers(f), a),
-    "checkpoint": lambda f, a: (jax.grad(weighed(jax.checkpoint(f))), a),
-    "in the program": lambda f, a: (jax.grad(weighed(f), range(len(a))), a),
-    "scan of checkpoints": lambda f, a: (
-        jax.grad(weighed(over_layers(jax.checkpoint(f))), range(len(a))), a,
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize(
     "name", slow.first(1, ["sigmoid with slopes", "softplus times an inverse", "relu"])
 )
 def test_in_contexts(name: str, context: str) -> None:
-    f, arrays = CONTEXTS[context](*spelled(name))
-    fast = rewriter.optimize(f, implementation=FORCED)
-    (site,) = fast.report(*arrays).sites
-    assert (site.form, site.kernel) == (OP, "memory_bounded")
-    assert site.backward == (context not in ("vmap", "scan"))
-    assert far(fast(*arrays), exact(f, arrays)) < 3e-5
+    check_in_context(context, *spelled(name))
 
 
 @pytest.mark.parametrize("name", ["sigmoid, causal before", "relu over its sum"])
 def test_no_array_of_all_queries_and_keys_is_made(name: str) -> None:
-    f, arrays = spelled(name)
-    fast = rewriter.optimize(f, implementation=FORCED)
-    text = jax.jit(with_gradients(fast)).lower(*arrays).as_text()
-    assert f"{T}x{S}x" not in text
-    assert f"{T}x{S}x" in jax.jit(with_gradients(f)).lower(*arrays).as_text()
+    check_bounded(*spelled(name))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -226,13 +180,9 @@ def test_grouped_heads(dtype: str) -> None:
 
     arrays = [scores.Q, scores.K[:, :, :2], scores.V[:, :, :2]]
     arrays = [jnp.asarray(x, dtype) for x in arrays]
-    fast = rewriter.optimize(f, implementation=FORCED)
-    (site,) = fast.report(*arrays).sites
+    site = found(f, *arrays)
     assert (site.form, site.kernel) == (OP, "memory_bounded")
-    got = jax.jit(with_gradients(fast))(*arrays)
-    got = jax.tree.map(lambda x: np.asarray(x, np.float64), got)
-    close = 3e-5 if dtype == "float32" else 5e-2
-    assert far(got, exact(with_gradients(f), arrays)) < close
+    check_gradients(f, arrays)
 
 
 def test_dividing_behind_the_values() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,61 +11,35 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.kernels.attention.xla import config
 from tests import slow
+from tests.patterns.attention.functions.checks import (
+    CONTEXTS,
+    FORCED,
+    OP,
+    check_bounded,
+    check_gradients,
+    check_in_context,
+    exact,
+    far,
+    found,
+    with_gradients,
+)
+from tests.patterns.attention.functions.checks import quickly as quickly
 from tests.spellings.attention import scores
 from tests.spellings.attention.scores import CASES, B, Case, H, N, T
 
 pytestmark = pytest.mark.once
 
-FORCED = {"attention": "memory_bounded", "scored_attention": "memory_bounded"}
-OP = "scored_attention"
-UP = np.cos(np.arange(B * T * N * H)).reshape(B, T, N, H).astype("float32")
-FRAMES = {"first": scores.first_frame, "second": scores.second_frame}
-
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Several tiles for small shapes, and code that compiles fast."""
-    monkeypatch.setattr(config, "DEFAULT", config.Blocks(8, 16, 1 << 9, 1 << 9))
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
 
 def spelled(case: Case, which: str) -> Callable[..., Any]:
     """Returns one of a case's two spellings."""
     function = case.one if which == "first" else case.other
-    return FRAMES[which](function, case.arrays)
+    return scores.FRAMES[which](function, case.arrays)
 
 
 def given(case: Case) -> list[Any]:
     """Returns the arrays that a case's attention takes."""
     return [scores.Q, scores.K, scores.V, *(scores.ARRAYS[n] for n in case.arrays)]
-
-
-def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that gives the result, and gradients of all arrays."""
-
-    def both(*arrays: Any) -> Any:
-        out, back = jax.vjp(f, *arrays)
-        return out, back(UP.astype(out.dtype))
-
-    return both
-
-
-def far(got: Any, want: Any) -> float:
-    """Returns the largest error of arrays, by the size of the largest number."""
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(np.abs(g - w).max() / (np.abs(w).max() + 1e-2)) for g, w in pairs)
-
-
-def exact(f: Callable[..., Any], arrays: list[Any]) -> Any:
-    """Returns what a function gives in float64."""
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), arrays)
-        return jax.tree.map(np.asarray, jax.jit(f)(*wide))
 
 
 def wrong(cases: list[tuple[Case, str]]) -> dict[str, float]:
@@ -85,13 +59,7 @@ def wrong(cases: list[tuple[Case, str]]) -> dict[str, float]:
     return {f"{c.name}, {which}": e for (c, which), e in errors if not e < 3e-5}
 
 
-def found(f: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns the only site of a function."""
-    (site,) = rewriter.optimize(f, implementation=FORCED).report(*arrays).sites
-    return site
-
-
-SPELLINGS = [(case, which) for case in CASES for which in FRAMES]
+SPELLINGS = [(case, which) for case in CASES for which in scores.FRAMES]
 PARTS = 12
 
 
@@ -118,53 +86,17 @@ def one(name: str) -> tuple[Callable[..., Any], list[Any]]:
     return spelled(BY_NAME[name], "first"), given(BY_NAME[name])
 
 
-def over_layers(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns attention in two layers of a loop."""
-
-    def layers(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
-        step = lambda x, c: (x + f(x, k, v, *(a * c for a in arrays)), None)
-        return jax.lax.scan(step, q, jnp.array([0.5, 1.0], q.dtype))[0]
-
-    return layers
-
-
-def stacked(arrays: list[Any]) -> list[Any]:
-    return [np.stack([x, x * np.float32(0.5)]) for x in arrays]
-
-
-def weighed(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arrays: (f(*arrays) * UP).sum()
-
-
-CONTEXTS = {
-    "vmap": lambda f, a: (jax.vmap(f), stacked(a)),
-    "scan": lambda f, a: (over_layers(f), a),
-    "checkpoint": lambda f, a: (jax.grad(weighed(jax.checkpoint(f))), a),
-    "gradients in the program": lambda f, a: (jax.grad(weighed(f), range(len(a))), a),
-}
-
-
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize(
     "name", slow.first(1, ["decay per head", "gelu", "mask before a cap"])
 )
 def test_in_contexts(name: str, context: str) -> None:
-    f, arrays = CONTEXTS[context](*one(name))
-    fast = rewriter.optimize(f, implementation=FORCED)
-    (site,) = fast.report(*arrays).sites
-    assert site.form == OP
-    assert site.kernel == "memory_bounded"
-    assert site.backward == (context not in ("vmap", "scan"))
-    assert far(fast(*arrays), exact(f, arrays)) < 3e-5
+    check_in_context(context, *one(name))
 
 
 @pytest.mark.parametrize("name", ["t5 buckets, capped", "decay per head"])
 def test_no_array_of_all_queries_and_keys_is_made(name: str) -> None:
-    f, arrays = one(name)
-    fast = rewriter.optimize(f, implementation=FORCED)
-    text = jax.jit(with_gradients(fast)).lower(*arrays).as_text()
-    assert f"{T}x{scores.S}x" not in text
-    assert f"{T}x{scores.S}x" in jax.jit(with_gradients(f)).lower(*arrays).as_text()
+    check_bounded(*one(name))
 
 
 def test_equal_functions_are_equal() -> None:
@@ -200,7 +132,7 @@ def test_a_mask_around_a_function_is_read_as_a_mask() -> None:
         x = jnp.where(j < 30, jnp.sin(x) - jnp.log1p(abs(i - j)), -1e9)
         return jnp.where((j <= i + 3) & (j > i - 9), x, -1e9)
 
-    for frame in FRAMES.values():
+    for frame in scores.FRAMES.values():
         f = frame(padded, ())
         site = found(f, scores.Q, scores.K, scores.V)
         assert site.form == OP
@@ -348,12 +280,7 @@ def test_grouped_heads(dtype: str) -> None:
     assert site.form == OP
     assert site.params["window"] == (None, 0)
     assert f"score_0 {'f32' if dtype == 'float32' else 'bf16'}[1,4,1,1]" in site.shapes
-    fast = rewriter.optimize(f, implementation=FORCED)
-    got = jax.jit(with_gradients(fast))(*arrays)
-    got = jax.tree.map(lambda x: np.asarray(x, np.float64), got)
-    assert far(got, exact(with_gradients(f), arrays)) < (
-        3e-5 if dtype == "float32" else 5e-2
-    )
+    check_gradients(f, arrays)
 
 
 @pytest.mark.parametrize("mode", [None, "clip", "fill"])

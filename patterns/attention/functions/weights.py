@@ -10,6 +10,7 @@ Must hold  as for a function before a softmax. Both contractions have an axis of
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -20,13 +21,14 @@ from rewriter.find.reading import Reading, Refused, unproved
 from rewriter.find.sieve import BATCHED, Step
 from rewriter.ops.score import ELEMENTWISE, NAMED
 from rewriter.patterns.attention.assembly import NAME as GENERAL
+from rewriter.patterns.attention.functions.candidate import NAME
+from rewriter.patterns.attention.functions.weights_region import Divisor, WeighedRegion
 from rewriter.patterns.attention.precision import rounded
 from rewriter.patterns.attention.read import ANCHORS, later_forms
-from rewriter.patterns.attention.score_region import NAME
-from rewriter.patterns.attention.weighed_region import Divisor, WeighedRegion
 from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
+from rewriter.program.walk import equations_above
 
 BETWEEN = LAYOUT_PRIMITIVES | TRANSPARENT | ELEMENTWISE | NAMED.keys() | {"gather"}
 """What may lie between products and weights."""
@@ -90,19 +92,11 @@ def _products(find: Finder, value: int) -> list[Node]:
     None if there are several, as in a gradient.
     """
     found: list[Node] = []
-    seen, queue = {value}, [value]
-    while queue and len(seen) < WALK:
-        node = find.graph.node_of(queue.pop(0))
-        if node is None:
-            continue
+    for node in equations_above(find.graph, [value], BETWEEN | OF_ROWS, most=WALK):
         if node.prim == "dot_general" and not is_local(node):
             (summed, _), (batch, _) = node.params["dimension_numbers"]
             if summed and batch and node not in found:
                 found.append(node)
-        elif node.prim in BETWEEN or node.prim in OF_ROWS:
-            new = [i for i in node.ins if i not in seen]
-            seen.update(new)
-            queue += [i for i in new if i not in find.graph.constants]
     return found if len(found) == 1 else []
 
 
@@ -111,20 +105,11 @@ def _between(find: Finder, product: Node, weights: int) -> list[Node] | None:
 
     None if they are none of a function of each score.
     """
-    graph = find.graph
     core = find.below(frozenset(product.outs), weights)
-    found: list[Node] = []
-    seen, queue = {weights}, [weights]
-    while queue:
-        node = graph.node_of(queue.pop())
-        if node is None or node is product:
-            continue
-        found.append(node)
-        new = [i for i in node.ins if i in core and i not in seen]
-        seen.update(new)
-        queue += new
-        if len(seen) > WALK:
-            return None
+    inside = equations_above(find.graph, [weights], lambda n: n is not product, core)
+    found = list(itertools.islice((n for n in inside if n is not product), WALK + 1))
+    if len(found) > WALK:
+        return None
     prims = {node.prim for node in found}
     if prims.isdisjoint(FUNCTIONS) or (prims & ANCHORS and prims & OF_SOFTMAX):
         return None
@@ -134,16 +119,8 @@ def _between(find: Finder, product: Node, weights: int) -> list[Node] | None:
 def _has_exponentials(find: Finder, weights: int, between: list[Node]) -> bool:
     """Whether weights are exponentials, or multiples of them: those of a softmax."""
     inside = {v for node in between for v in node.outs}
-    seen, queue = {weights}, [weights]
-    while queue:
-        node = find.graph.node_of(queue.pop())
-        if node is not None and node.prim in ANCHORS:
-            return True
-        if node is not None and node.prim in KEPT:
-            new = [i for i in node.ins if i in inside and i not in seen]
-            seen.update(new)
-            queue += new
-    return False
+    above = equations_above(find.graph, [weights], KEPT, inside)
+    return any(node.prim in ANCHORS for node in above)
 
 
 def _regions(
@@ -238,18 +215,9 @@ def _divided_later(
 
 def _total(find: Finder, value: int, scores: frozenset[int]) -> Node | None:
     """A sum of what is computed of scores, near above a value."""
-    seen, queue = {value}, [value]
-    while queue and len(seen) < 24:
-        node = find.graph.node_of(queue.pop(0))
-        if node is None:
-            continue
-        if node.prim == "reduce_sum":
-            if node.ins[0] in find.below(scores, node.ins[0]):
-                return node
-        elif node.prim in BETWEEN:
-            new = [i for i in node.ins if i not in seen]
-            seen.update(new)
-            queue += new
+    for node in equations_above(find.graph, [value], BETWEEN, most=24):
+        if node.prim == "reduce_sum" and node.ins[0] in find.below(scores, node.ins[0]):
+            return node
     return None
 
 

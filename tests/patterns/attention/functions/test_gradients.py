@@ -7,26 +7,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import rewriter
 from tests import slow
-from tests.patterns.attention.test_scored import (
+from tests.patterns.attention.functions.checks import (
     FORCED,
-    FRAMES,
+    OP,
+    UP,
     exact,
     far,
     quickly,
 )
 from tests.spellings.attention import scores
-from tests.spellings.attention.scores import CASES, B, H, N, T
+from tests.spellings.attention.scores import CASES, T
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures(quickly.__name__)]
 
-OP = "scored_attention"
-UP = np.cos(np.arange(B * T * N * H)).reshape(B, T, N, H).astype("float32")
-SPELLINGS = [(case, which) for case in CASES for which in FRAMES]
+SPELLINGS = [(case, which) for case in CASES for which in scores.FRAMES]
 BY_NAME = {case.name: case for case in CASES}
 PARTS = 22
 Function = Callable[..., Any]
@@ -38,7 +36,7 @@ def spelled(name: str, which: str = "first") -> tuple[Function, list[Any]]:
     function = case.one if which == "first" else case.other
     own = [scores.ARRAYS[n] for n in case.arrays]
     arrays = [scores.Q, scores.K, scores.V, *own, UP]
-    return FRAMES[which](function, case.arrays), arrays
+    return scores.FRAMES[which](function, case.arrays), arrays
 
 
 def in_bfloat16(name: str, which: str) -> tuple[Function, list[Any]]:

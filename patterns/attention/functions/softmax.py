@@ -32,11 +32,13 @@ from rewriter.find.reading import (
 from rewriter.find.sieve import Step
 from rewriter.ops.score import ELEMENTWISE, NAMED
 from rewriter.patterns.attention.assembly import NAME as GENERAL
+from rewriter.patterns.attention.functions.candidate import NAME
+from rewriter.patterns.attention.functions.softmax_region import SoftmaxRegion
+from rewriter.patterns.attention.functions.weights import STEPS as WEIGHED
+from rewriter.patterns.attention.functions.weights import propose_weighed
 from rewriter.patterns.attention.read import ANCHORS, DOT, later_forms
-from rewriter.patterns.attention.score_region import NAME, Region
-from rewriter.patterns.attention.weighed import STEPS as WEIGHED
-from rewriter.patterns.attention.weighed import propose_weighed
 from rewriter.program.graph import Node
+from rewriter.program.walk import equations_above
 
 FILLS = 1e3
 """Numbers from here on, below zero, hide a score where a choice takes them."""
@@ -112,21 +114,13 @@ def _products(find: Finder, value: int) -> list[Node]:
     None if there are many, as where layers add to one stream.
     """
     found: list[Node] = []
-    seen, queue = {value}, [value]
-    while queue and len(seen) < WALK:
-        node = find.graph.node_of(queue.pop(0))
-        if node is None:
-            continue
+    for node in equations_above(find.graph, [value], BETWEEN, most=WALK):
         if node.prim == "dot_general" and not is_local(node):
             empty = any(0 in find.graph.shape(i) for i in node.ins)
             if node not in found and not empty:
                 found.append(node)
                 if len(found) > SUMMED:
                     return []
-        elif node.prim in BETWEEN:
-            new = [i for i in node.ins if i not in seen]
-            seen.update(new)
-            queue += [i for i in new if i not in find.graph.constants]
     return found
 
 
@@ -136,20 +130,11 @@ def _are_weights(find: Finder, value: int, anchor: Node, products: list[Node]) -
     An exponential in the function is behind another one, and a gradient is a multiple
     of the function's derivative.
     """
-    graph, found = find.graph, False
-    seen, queue = {value}, [value]
-    while queue and len(seen) < WALK:
-        node = graph.node_of(queue.pop(0))
-        if node is None or node.prim in MAXIMA:
-            continue
-        if node.prim in ANCHORS:
-            found = found or node is anchor
-        elif node in products:
+    found, passed = False, BETWEEN - MAXIMA - ANCHORS
+    for node in equations_above(find.graph, [value], passed, most=WALK):
+        if node in products:
             return False
-        elif node.prim in BETWEEN:
-            new = [i for i in node.ins if i not in seen and i not in graph.constants]
-            seen.update(new)
-            queue += new
+        found = found or node is anchor
     return found
 
 
@@ -170,8 +155,9 @@ def _around(
                 ):
                     return
                 for how in ("full", "soft"):
-                    given = (scored, candidates[-1])
-                    region = Region(find, value, *given, product, (pv, side), how)
+                    region = SoftmaxRegion(
+                        find, value, scored, product, (pv, side), candidates[-1], how
+                    )
                     try:
                         yield region.reading(known is not None, larger)
                     except Refused as refusal:
@@ -250,21 +236,13 @@ def _adds_of_places(find: Finder, scored: int, product: Node) -> bool:
 
     Attention takes them as an array with a number for each query and key.
     """
-    graph = find.graph
     core = find.below(frozenset(product.outs), scored)
-    queue, seen = [scored], {scored}
-    while queue:
-        node = graph.node_of(queue.pop())
-        if node is None or node is product:
-            continue
-        for i in node.ins:
-            if i in core:
-                if i not in seen:
-                    seen.add(i)
-                    queue.append(i)
-            elif node.prim in ("add", "sub") and _is_of_places(find, i):
-                return True
-    return False
+    inside = equations_above(find.graph, [scored], lambda n: n is not product, core)
+    return any(
+        node.prim in ("add", "sub") and i not in core and _is_of_places(find, i)
+        for node in inside
+        for i in node.ins
+    )
 
 
 def _is_of_places(find: Finder, value: int) -> bool:
@@ -272,17 +250,8 @@ def _is_of_places(find: Finder, value: int) -> bool:
     graph = find.graph
     if sum(n != 1 for n in graph.shape(value)) < 2:
         return False
-    queue, seen = [value], {value}
-    while queue and len(seen) < NEAR:
-        node = graph.node_of(queue.pop(0))
-        if node is None:
-            continue
-        if node.prim in ("iota", "gather"):
-            return True
-        new = [i for i in node.ins if i not in seen]
-        seen.update(new)
-        queue += new
-    return False
+    above = equations_above(graph, [value], lambda _: True, most=NEAR)
+    return any(node.prim in ("iota", "gather") for node in above)
 
 
 def _candidates(find: Finder, anchor: Node, product: Node) -> list[int]:
@@ -329,17 +298,8 @@ def _unshifted(find: Finder, value: int, core: frozenset[int]) -> int:
 
 def _is_maximum(find: Finder, value: int) -> bool:
     """Whether a value is made of a maximum of a row, near above it."""
-    queue, seen = [value], {value}
-    while queue and len(seen) < 24:
-        node = find.graph.node_of(queue.pop(0))
-        if node is None:
-            continue
-        if node.prim in MAXIMA:
-            return True
-        new = [i for i in node.ins if i not in seen]
-        seen.update(new)
-        queue += new
-    return False
+    above = equations_above(find.graph, [value], lambda _: True, most=24)
+    return any(node.prim in MAXIMA for node in above)
 
 
 def _is_widening(find: Finder, node: Node) -> bool:

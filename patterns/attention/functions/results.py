@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rewriter.find.reading import Operand, flag_operand, operand
 from rewriter.ops.score import PRODUCT, Ref
-
-if TYPE_CHECKING:
-    from rewriter.patterns.attention.score_of import ScoreReader
+from rewriter.patterns.attention.functions.builder import Builder
 
 
-def score_results(reader: ScoreReader) -> dict[Any, Operand]:
+def score_results(reader: Builder) -> dict[Any, Operand]:
     """Returns the program's values that a function's equations compute, as operands.
 
     Those that depend on the products, and those that equations of these read: all that

@@ -9,22 +9,19 @@ from typing import Any
 
 from rewriter.algebra.normal_form import TRUE, Index, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
-from rewriter.find.reading import (
-    Operand,
-    Reading,
-    Refused,
-    Taken,
-    leaves_of,
-    operand,
-    split_digits,
-)
+from rewriter.find.reading import Operand, Reading, Refused, Taken, operand
 from rewriter.ops.score import NONE, PRODUCT, SUM, Ref, Score, inverse_step
 from rewriter.patterns.attention.axes import Axes
+from rewriter.patterns.attention.functions.candidate import (
+    NAME,
+    Candidate,
+    zero_products,
+)
+from rewriter.patterns.attention.functions.equations import Function, ScoreReader
+from rewriter.patterns.attention.functions.place import product_place
 from rewriter.patterns.attention.operands import read_operands
 from rewriter.patterns.attention.precision import read_weights
-from rewriter.patterns.attention.score_of import Function, ScoreReader
-from rewriter.patterns.attention.score_place import product_place
-from rewriter.patterns.attention.score_region import NAME, with_function
+from rewriter.patterns.attention.result import require_readable, result_form
 from rewriter.patterns.attention.softmax import Parts, Softmax
 from rewriter.program.graph import Node
 
@@ -54,23 +51,13 @@ class Divisor:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class WeighedRegion:
-    """One candidate: a result, the weights, and the contractions.
+class WeighedRegion(Candidate):
+    """One candidate for a sum of values by weights that are a function of scores.
 
     Attributes:
-        find: The search.
-        value: The result.
-        scored: The weights, as a function of the scores.
-        product: The contraction of queries with keys.
-        weighed: The contraction of weights with values, and the side of the weights.
         divisor: What weights are divided by, if anything.
     """
 
-    find: Finder
-    value: int
-    scored: int
-    product: Node
-    weighed: tuple[Node, int]
     divisor: Divisor | None
 
     def reading(self) -> Reading:
@@ -80,46 +67,21 @@ class WeighedRegion:
             Refused: If the region is no sum of values with such weights.
             OverBudget: If a form grows too large.
         """
-        find, alg = self.find, self.find.algebra
-        ev = self._evaluator()
-        args = ev.indices(self.value)
-        form = ev.poly(self.value, args)
-        whole = args
-        form, args = split_digits(alg, form, args)
-        ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
+        given = () if self.divisor is None else (self.divisor.value,)
+        ev = self.evaluator(*given)
+        form, args = result_form(ev, self.value)
         softmax, leaf, by = self._sum(ev, form, args)
-        function, softmax, axes = with_function(
-            softmax, self.scored, alg.defs[leaf][2], self.product
-        )
+        function, softmax, axes = self.function(softmax, leaf)
         self._require_a_function(function)
         reading = self._assembled(softmax, axes, function, leaf, by)
-        if any(ev.varies(value) for value in leaves_of(reading)):
-            text = "a value inside one step of a loop is read"
-            raise Refused("loop", text, score=0.4)
-        find.require_proved(ev)
+        require_readable(self.find, ev, reading)
         return reading
-
-    def _evaluator(self) -> RegionEvaluator:
-        """What puts the result into its normal form, the weights given."""
-        find, (pv, side) = self.find, self.weighed
-        made = frozenset((self.product.outs[0], self.scored))
-        names = {self.scored: self.scored}
-        if self.divisor is not None:
-            names[self.divisor.value] = self.divisor.value
-        return find.evaluator(
-            self.value,
-            names=names,
-            inside=made | frozenset(pv.outs),
-            roots=made,
-            full_sides=frozenset({(pv.outs[0], side)}),
-            filled_rows=True,
-        )
 
     def _sum(
         self, ev: RegionEvaluator, form: Poly, args: tuple[Index, ...]
     ) -> tuple[Softmax, int, int | None]:
         """The sum over keys, the weights in it, and what it is divided by."""
-        find, alg, (pv, side) = self.find, self.find.algebra, self.weighed
+        alg = self.find.algebra
         if len(form) != 1:
             if self.divisor is not None:
                 raise Refused("denominator", OTHER_SUM, score=0.5)
@@ -135,18 +97,13 @@ class WeighedRegion:
         if keep != TRUE or len(weights) != 1 or (weights[0], 1) not in body:
             text = "the weights are hidden, or multiplied, behind their sum"
             raise Refused("weights", text, score=0.6)
-        named = find.layout_leaves(ev, pv.ins[1 - side])
+        named = self.values(ev)
         v = tuple(a for a in leaves if alg.defs[a][1] in named)
         rest = tuple(f for f in body if f[0] not in (*v, *weights))
         if not v or any(e != 1 for _, e in rest):
             raise Refused("values", "no values are weighed", score=0.2)
         parts = Parts(tuple(s), TRUE, (), v, rest, factor=float(c))
-        made = frozenset((self.scored, self.product.outs[0]))
-        products = (self.weighed,)
-        softmax = Softmax(
-            find, ev, self.value, args, form, parts, (), {}, made, products, {}, None
-        )
-        return softmax, weights[0], by
+        return self.weighed_sum(ev, form, args, parts, {}), weights[0], by
 
     def _divided_by(self, factors: list[tuple[int, Any]]) -> int | None:
         """The leaf of the divisor, which must be the only factor beside the sum."""
@@ -231,14 +188,10 @@ class WeighedRegion:
             notes=tuple(sorted(inputs.notes)),
             evaluator=softmax.ev,
         )
-        nothing = {
-            name: Operand((({}, operands[name].parts[0][1]),), dtype="float32")
-            for name in "qk"
-        }
         kept = {n: x for n, x in inputs.arrays.items() if n in ("v", "dropout")}
         proof = dataclasses.replace(
             reading,
-            operands={**kept, **nothing, **given},
+            operands={**kept, **zero_products(reading), **given},
             params={**params, **proved, "scale": 1.0},
         )
         taken = Taken("score", function.results)
