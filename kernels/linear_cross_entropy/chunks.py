@@ -35,6 +35,9 @@ class Chunk:
         aligned: Classes are padded to a multiple of this, unless they are one of 8.
         rounded: Whether logits are held as the program rounds them, in the dtype of its
             product. Otherwise they are held in float32 or float64.
+        beside: Where losses and gradients are computed at once, logits may be held in
+            place of the weights' gradient, and these of so many more rows beside it. If
+            None, they are held for blocks of rows.
     """
 
     budget: int = 1 << 25
@@ -42,6 +45,7 @@ class Chunk:
     whole: bool = False
     aligned: int = 1
     rounded: bool = False
+    beside: int | None = None
 
 
 DEFAULT = Chunk()
@@ -60,6 +64,11 @@ EVEN = 8
 
 COLUMNS = 8
 """The chunks of the gradients of a block whose logits are held, if not `whole`."""
+
+
+CHUNK = 1 << 26
+"""Bytes of the logits' cotangents of all rows that are held at once, where the logits
+are held in place of the weights' gradient."""
 
 
 def default(spec: Spec, device: Device) -> Chunk:
@@ -138,6 +147,12 @@ def equal(n: int, most: int) -> int:
 def of_held(classes: int, config: Chunk) -> int:
     """Classes of a chunk of logits that are held, to form gradients of."""
     return equal(classes, max(classes // COLUMNS, config.least))
+
+
+def of_cotangents(count: int, classes: int, itemsize: int, config: Chunk) -> int:
+    """Classes of a chunk whose cotangents of all rows are held, beside all logits."""
+    most = min(config.budget, CHUNK) // itemsize // max(count, 1)
+    return equal(classes, max(most, min(config.least, classes)))
 
 
 def flat(x: jax.Array, labels: jax.Array, **more: jax.Array) -> Rows:

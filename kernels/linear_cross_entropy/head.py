@@ -108,11 +108,22 @@ class Head:
             dtypes: The dtype of each result, by its name.
         """
         sums = {} if self.bias is None else {"bias": d.sum(0).astype(dtypes["bias"])}
-        d = (d * self.scale if self.scale != 1 else d).astype(self.narrow)
+        d = d * self.scale if self.scale != 1 else d
+        return self.back_of_narrow(x, d.astype(self.narrow), dtypes) | sums
+
+    def back_of_narrow(
+        self, x: jax.Array, d: jax.Array, dtypes: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
+        """Cotangents of rows and weights, from those of the product.
+
+        Args:
+            x: The rows, [n, k].
+            d: The cotangents, [n, v], narrow and with the scale.
+            dtypes: The dtype of each result, by its name.
+        """
         return {
             "x": self._dot(d, self.w.astype(self.narrow), (1, 1), dtypes["x"]),
             "w": self._dot(x.astype(self.narrow), d, (0, 0), dtypes["w"]),
-            **sums,
         }
 
     def _dot(
