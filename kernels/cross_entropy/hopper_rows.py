@@ -232,5 +232,3 @@ class _Row:
         place = self.y.at[self.index, pl.ds(start, self.width)]
         y = pallas_gpu_rows.loaded(place)
         return y if self.form.scale == 1 else y * self.form.scale
-
-

@@ -55,7 +55,10 @@ class Head:
 
     def before(self, end: int) -> Head:
         """The same without logits of the classes from some number on."""
-        least = end if self.end is None else jnp.minimum(end, self.end)
+        if self.end is None:
+            return dataclasses.replace(self, end=end)
+        known = isinstance(self.end, int)
+        least = min(end, self.end) if known else jnp.minimum(end, self.end)
         return dataclasses.replace(self, end=least)
 
     def chunk(self, start: Any, size: int) -> Head:

@@ -8,7 +8,6 @@ of rows and chunks of classes are those of the plain kernel.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -17,11 +16,12 @@ import jax.numpy as jnp
 
 from rewriter.kernels.cross_entropy.rows import Loss
 from rewriter.kernels.linear_cross_entropy import chunks, xla
-from rewriter.kernels.linear_cross_entropy.chunks import Rows
+from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.head import Head
-from rewriter.kernels.linear_cross_entropy.reduced import Reduced
+from rewriter.kernels.linear_cross_entropy.reduced import Reduced, of_product
 from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.device import Device
 from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -56,13 +56,14 @@ def supports(spec: Spec) -> Verdict:
     if (v := spec.shape("w")[1]) < LEAST:
         found.append(no("classes", f"{v} classes, fewer than {LEAST}"))
     verdict = all_of(*found)
-    return importable("rewriter.kernels.cross_entropy.hopper_rows") if verdict.ok else verdict
+    module = "rewriter.kernels.cross_entropy.hopper_rows"
+    return importable(module) if verdict.ok else verdict
 
 
-def _form(head: Head, loss: Loss | None, rounded: bool) -> Any:
+def _form(head: Head, loss: Loss | None = None) -> Any:
+    """What the kernel knows of rows; without a loss, for log-sum-exps alone."""
     from rewriter.kernels.cross_entropy.hopper_rows import Form
 
-    del rounded
     nan_at: tuple[float, ...] = ()
     if loss is not None and loss.nan_at != "none":
         both = (math.inf, -math.inf)
@@ -75,7 +76,9 @@ def reduced(head: Head, product: jax.Array, labels: jax.Array) -> Reduced:
     """Returns log-sum-exps, picked logits and sums of logits of a product [n, v]."""
     from rewriter.kernels.cross_entropy.hopper_rows import totals
 
-    lse = totals(product, _form(head, None, True))
+    if product.shape[1] % chunks.EVEN:
+        return of_product(head, product, labels)
+    lse = totals(product, _form(head))
     return lse, picked(head, product, labels), head.total(head.logits(product))
 
 
@@ -98,7 +101,7 @@ def gradients(head: Head, loss: Loss, known: Rows) -> tuple[jax.Array, jax.Array
     s = head.scale
     first, by_total = zero.lse * s, (one.lse - zero.lse) * s
     lse, d = totals_and_gradients(
-        product, first, by_total, zero.each * s, _form(head, loss, True)
+        product, first, by_total, zero.each * s, _form(head, loss)
     )
     own, sums = picked(head, product, labels), head.total(head.logits(product))
     lse = loss.total(lse)
@@ -116,14 +119,22 @@ def gradients(head: Head, loss: Loss, known: Rows) -> tuple[jax.Array, jax.Array
 
 STEPS = xla.Steps(reduced, gradients)
 
-forward = functools.partial(xla.forward, steps=STEPS)
-"""The losses, logits read once."""
 
-backward = xla.backward
-"""The cotangents, given log-sum-exps: XLA reads logits once, too."""
+def forward(*, config: Chunk | None = None, **given: Any) -> Any:
+    """Returns the losses, logits read once; see `xla.forward`."""
+    return xla.forward(**given, config=config or chunks.LARGE, steps=STEPS)
 
-together = functools.partial(xla.together, steps=STEPS)
-"""Losses and cotangents, from logits that are computed once."""
+
+def backward(*, config: Chunk | None = None, **given: Any) -> dict[str, jax.Array]:
+    """Returns the cotangents, given log-sum-exps: XLA reads logits once, too."""
+    return xla.backward(**given, config=config or chunks.LARGE)
+
+
+def together(
+    *, config: Chunk | None = None, **given: Any
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns losses and cotangents, from logits that are computed once."""
+    return xla.together(**given, config=config or chunks.LARGE, steps=STEPS)
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -132,10 +143,25 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("device", BY_ESTIMATE)
 
 
+def fits(config: Chunk, spec: Spec, device: Device) -> Verdict:
+    """Returns whether rows of a block begin at multiples of 16 bytes."""
+    del device
+    if chunks.padded(spec.shape("w")[1], config) % chunks.EVEN == 0:
+        return YES
+    text = f"{config.aligned} leaves classes that are no multiple of {chunks.EVEN}"
+    return no("aligned", text)
+
+
+def default(spec: Spec, device: Device) -> Chunk:
+    """Returns the chunk for a GPU, also where the program is exported elsewhere."""
+    made = chunks.default(spec, device)
+    return made if made.whole else chunks.LARGE
+
+
+SPACE = Space(Chunk, default, chunks.configs, fits)
+
 KERNEL = HOPPER.kernel(
     "linear_cross_entropy", forward, backward, supports,
-    Speed(profitable, by_rule=False),
-    Space(chunks.Chunk, chunks.default, chunks.configs),
-    Space(chunks.Chunk, chunks.default, chunks.configs),
+    Speed(profitable, by_rule=False), SPACE, SPACE,
     together=together, saves=xla.KERNEL.traits.saves,
 )  # fmt: skip

@@ -115,7 +115,9 @@ def _gradients(
     def step(start: Any, size: int, carry: Any) -> Any:
         dx, sums = carry
         some = head.chunk(start, size)
-        parts = [lax.dynamic_slice_in_dim(a, start, size, 1) for a in (sums["w"], held[1])]
+        parts = [
+            lax.dynamic_slice_in_dim(a, start, size, 1) for a in (sums["w"], held[1])
+        ]
         y = some.logits(jnp.concatenate([*parts, some.product(others)]))
         d = gradient(slopes, y, shift, some.hits(known["classes"]))
         found = some.back(x, some.of_product(y, d), dtypes)

@@ -337,9 +337,7 @@ def together(
         lse, picked, total = steps.reduced(head, product, picks)
         lse = loss.total(lse)
         value = loss.value(lse, picked, total, picks)
-        sums, found = _gradients(
-            head, loss, known | {"lse": lse}, sums, columns, added
-        )
+        sums, found = _gradients(head, loss, known | {"lse": lse}, sums, columns, added)
         return sums, found | {"out": value}
 
     parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
