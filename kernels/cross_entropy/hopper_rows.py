@@ -10,7 +10,7 @@ XLA reads a row from memory for the maximum, for the sum, and for the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ class _Row:
 
     @property
     def whole(self) -> int:
-        """The number of steps of `AT_ONCE` chunks of each warpgroup, without padding."""
+        """The steps of `AT_ONCE` chunks of each warpgroup that have no padding."""
         return self.form.end // (AT_ONCE * self.form.warpgroups * self.width)
 
     def total(self) -> Any:

@@ -1,9 +1,9 @@
 """The loss over a vocabulary on Hopper GPUs: products by XLA, rows by one kernel.
 
 XLA's products run at the speed of the tensor cores. Between them it reads all logits
-three times: for the maximum, for the sum of exponentials and for the gradient. Here a
-kernel reads them once or twice, see `rewriter.kernels.cross_entropy.hopper_rows`. Blocks
-of rows and chunks of classes are those of the plain kernel.
+three times: for the maximum, for the sum of exponentials and for the gradient. Here
+`rewriter.kernels.cross_entropy.hopper_rows` reads them once or twice. Blocks of rows
+and chunks of classes are those of the plain kernel.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _element(value: ir.Value, index: int) -> ir.Value:
 def _share(
     parts: list[ir.Value], shared: ir.Value, warpgroups: int, join: Join
 ) -> None:
-    """Writes the sums, or what else `join` makes, over a warp of several numbers to its column of shared memory.
+    """Writes what `join` makes of several numbers over a warp: a column of `shared`.
 
     In each round, half of the lanes continue with one half of the numbers, the others
     with the other half. So n numbers take n - 1 exchanges and log2(32 / n) more, not 5

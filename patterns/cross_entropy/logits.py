@@ -35,9 +35,12 @@ def logits_operand(alg: Algebra, loss: Loss) -> dict[str, Operand]:
 
 def _labels(alg: Algebra, loss: Loss) -> Operand:
     """Each row's label."""
-    if alg.free(loss.label) - set(loss.rows):
+    if alg.ids(loss.labels) - set(loss.rows):
         raise Refused("labels", "an axis of the labels is not one of the loss")
-    return operand(alg.of_atom(loss.label), *((i,) for i in loss.rows))
+    ((_, mono),) = loss.labels
+    own = any(alg.kind(a) == "iota" for a, _ in mono)
+    rows = [(i,) for i in loss.rows]
+    return operand(loss.labels, *rows, dtype="int32" if own else None)
 
 
 def linear_operands(

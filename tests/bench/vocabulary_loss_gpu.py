@@ -1,6 +1,6 @@
 """The loss over a vocabulary and its gradients on a GPU: as written, and in blocks.
 
-  python3 -m tests.bench.vocabulary_loss --gpu [--small] [--parts] [--seconds N] [--write]
+  python3 -m tests.bench.vocabulary_loss --gpu [--small] [--parts] [--write]
 
 For each shape: the program as XLA has it, a scan over checkpointed rows by hand, our
 kernel with several configs, and what `optimize` makes of the program. Figures are
