@@ -279,6 +279,10 @@ class _Picks:
                     return alg.of_atom(index)
         return None
 
+    def _is_number(self, atom: int) -> bool:
+        """Whether an atom is a single number that the program computes."""
+        return self.alg.kind(atom) == "leaf" and not self.alg.free(atom)
+
     def parts(self, shift: float) -> dict[str, float]:
         """Numbers of the log-sum-exp, of the label's, of its square, and of a fill.
 
@@ -293,6 +297,8 @@ class _Picks:
             powers = dict(mono)
             power = powers.pop(self.total, 0)
             others = tuple(powers.items())
+            if not power:  # a picked logit may have a temperature
+                others = tuple(f for f in others if not self._is_number(f[0]))
             known = flag == TRUE and len(others) <= 1
             if known and power == 1 and not others:
                 out["alike"] += c

@@ -91,10 +91,12 @@ def _factors(
     atom = _contraction(alg, (TRUE, mono))
     k, flag, inner = alg.open_sum(atom)
     leaves = [f for f in inner if alg.kind(f[0]) == "leaf"]
-    if flag != TRUE or len(leaves) != len(inner) or len(mono) != 1:
+    more = tuple(f for f in mono if f[0] != atom)
+    plain = len(leaves) == len(inner) and not alg.term_ids(TRUE, more)
+    if flag != TRUE or not plain:
         raise Refused("logits", "the product has further factors", score=0.4)
     w = tuple(f for f in inner if loss.v in alg.free(f[0]))
-    x = tuple(f for f in inner if f not in w)
+    x = (*(f for f in inner if f not in w), *more)
     if not w or not x:
         raise Refused("logits", "the logits are no product with weights", score=0.3)
     if alg.term_ids(TRUE, w) & set(loss.rows):

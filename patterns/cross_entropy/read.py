@@ -144,7 +144,7 @@ def _read(
     above = _above(find, value)
     ev = find.evaluator(
         value,
-        names={v: v for v in above.labels},
+        names={v: v for v in (*above.labels, *above.numbers)},
         inside=products | above.picks | above.sums,
         full_sides=frozenset((v, k) for v in above.sums for k in (0, 1)),
         picked_fills=True,
@@ -163,8 +163,9 @@ def _read(
     if op == LINEAR:
         operands, more = linear_operands(find.algebra, loss)
         params |= more
+        operands["x"] = _of_own_dtype(find, operands["x"])
         dtype = _dtype_of(find, products)
-        if dtype != _dtype_of(find, _values(find, operands["x"], operands["w"])):
+        if dtype != _dtype_of(find, _arrays(find, operands["x"], operands["w"])):
             params["logits_dtype"] = str(dtype)
     else:
         operands = logits_operand(find.algebra, loss)
@@ -193,6 +194,20 @@ def _dtype_of(find: Finder, values: Iterable[int]) -> Any:
     return jnp.result_type(*{find.graph.dtype(v) for v in values})
 
 
+def _of_own_dtype(find: Finder, rows: Operand) -> Operand:
+    """Rows, in their own dtype also after they are multiplied by a number."""
+    arrays = _arrays(find, rows)
+    if arrays == _values(find, rows):
+        return rows
+    return dataclasses.replace(rows, dtype=_dtype_of(find, arrays))
+
+
+def _arrays(find: Finder, *operands: Operand) -> set[int]:
+    """The program's arrays that operands are made of, without single numbers."""
+    found = _values(find, *operands)
+    return {v for v in found if find.graph.shape(v) != ()} or found
+
+
 def _values(find: Finder, *operands: Operand) -> set[int]:
     """The program's values that operands are made of."""
     leaves = set().union(*(o.leaves(find.algebra) for o in operands))
@@ -207,11 +222,13 @@ class _Above:
         picks: Entries that are taken of rows.
         sums: Contractions that sum a product of two arrays over each row.
         labels: Integers that say which entries are taken, or are hot.
+        numbers: Single floats that the program computes, such as a temperature.
     """
 
     picks: frozenset[int]
     sums: frozenset[int]
     labels: frozenset[int]
+    numbers: frozenset[int]
 
 
 def _above(find: Finder, value: int) -> _Above:
@@ -220,9 +237,14 @@ def _above(find: Finder, value: int) -> _Above:
     picks: set[int] = set()
     sums: set[int] = set()
     labels: set[int] = set()
+    numbers: set[int] = set()
     while queue and len(seen) < 200:
-        node = g.node_of(queue.pop(0))
+        at = queue.pop(0)
+        node = g.node_of(at)
         if node is None:
+            continue
+        if g.shape(at) == () and _is_computed(find, at):
+            numbers.add(at)
             continue
         ins = node.ins
         if is_pick(node):
@@ -240,7 +262,13 @@ def _above(find: Finder, value: int) -> _Above:
         new = [i for i in ins if i not in seen and i not in g.constants]
         seen.update(new)
         queue += new
-    return _Above(*map(frozenset, (picks, sums, labels)))
+    return _Above(*map(frozenset, (picks, sums, labels, numbers)))
+
+
+def _is_computed(find: Finder, value: int) -> bool:
+    """Whether a single float is not known before the program runs."""
+    floating = jnp.issubdtype(find.graph.dtype(value), jnp.floating)
+    return floating and find.number(value) is None
 
 
 def _of_logs(find: Finder, pick: int) -> bool:
