@@ -320,6 +320,4 @@ LABELLED = frozenset({"gather", "eq"})
 PATTERN = ReaderPattern(
     LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED, of_rows=True
 )
-GIVEN_LOGITS = ReaderPattern(
-    GIVEN, ANCHORS, propose_given, STEPS, either=LABELLED, of_rows=True
-)
+GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS, of_rows=True)

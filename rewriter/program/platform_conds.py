@@ -17,8 +17,8 @@ from rewriter.program.bodies import map_bodies
 NO_TARGETS = frozenset({"mosaic"})
 """Platforms on which no rewritten program runs: compilers of kernels."""
 
-INDEX = "platform_index"
-"""The primitive that says which branch a platform takes."""
+COND = "cond"
+"""The primitive that takes one of several branches, which may be named by platforms."""
 
 
 def settle(program: Any) -> Any:
@@ -32,11 +32,12 @@ def settle(program: Any) -> Any:
 
 def _settled(body: Any) -> Any:
     """A body with the equations of the branches that are taken."""
-    if not any(e.primitive.name == INDEX for e in body.eqns):
+    taken = {k: _taken(e) for k, e in enumerate(body.eqns) if e.primitive.name == COND}
+    if not any(taken.values()):
         return body
     eqns: list[Any] = []
-    for eqn in body.eqns:
-        branch = _taken(eqn)
+    for k, eqn in enumerate(body.eqns):
+        branch = taken.get(k)
         eqns += [eqn] if branch is None else _inlined(eqn, branch)
     return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
 
@@ -44,7 +45,7 @@ def _settled(body: Any) -> Any:
 def _taken(eqn: Any) -> Any:
     """The branch that all targets take; None if they differ, or it is none."""
     platforms = eqn.params.get("branches_platforms")
-    if eqn.primitive.name != "cond" or not platforms:
+    if not platforms:
         return None
     left = [
         branch
