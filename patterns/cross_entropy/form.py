@@ -222,10 +222,18 @@ class _Picks:
             text = "several arrays of labels pick logits"
             if not found:
                 text = "the targets are no labels that pick one logit of each row"
-            score = 0.5 if found else 0.2 if self._of_own_chances() else 0.3
+            targets = self._has_targets() and not self._of_own_chances()
+            score = 0.5 if found else 0.3 if targets else 0.2
             raise Refused("labels", text, score=score, difference=alg.show(self.form))
         (((_, outside), label),) = found.items()
         return label, "nan" if fills else outside
+
+    def _has_targets(self) -> bool:
+        """Whether an array besides the logits is read, as of soft targets."""
+        alg = self.alg
+        own = alg.poly_leaves(alg.thaw(alg.defs[self.total][1]))
+        every = alg.poly_leaves(self.form)
+        return bool({alg.defs[a][1] for a in every} - {alg.defs[a][1] for a in own})
 
     def _of_own_chances(self) -> bool:
         """Whether the rows' own probabilities are multiplied, as in an entropy."""

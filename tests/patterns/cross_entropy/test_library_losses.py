@@ -102,6 +102,11 @@ def one_side_of_pairs(a, b):
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.diagonal(logits))
 
 
+@program(IMAGES)
+def pairs_of_one_array(a):
+    return -jnp.diag(jax.nn.log_softmax(a @ a.T)).mean()
+
+
 @program(IMAGES, TEXTS)
 def pairs_by_an_identity(a, b):
     return -(jnp.eye(V) * log_softmax(a @ b.T)).sum(-1).mean()
