@@ -40,7 +40,7 @@ class Chunk:
             None, they are held for blocks of rows.
     """
 
-    budget: int = 1 << 25
+    budget: int = 1 << 24
     least: int = 64
     whole: bool = False
     aligned: int = 1

@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.algebra.canonicalize import is_pick, values_named
+from rewriter.algebra.canonicalize import LOCAL, is_pick, values_named
 from rewriter.algebra.canonicalize.constants import affine_constant
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder
@@ -40,6 +40,11 @@ MOVES = frozenset({
 })  # fmt: skip
 OF_BOTH = frozenset({"labels", "terms", "total", "masked", "budget", "rows"})
 """Reasons that have nothing to do with the product: they are told once."""
+
+COLLECTIVES = frozenset({"psum", "psum2", "psum_invariant"})
+"""Sums over devices, by the names that versions of JAX give them."""
+
+WHOLE = "write the loss of whole arrays, and split the weights by their sharding"
 
 MOST = 24
 """Values below the logarithm that are read."""
@@ -84,6 +89,13 @@ def _readings(
     if not jnp.issubdtype(g.dtype(anchor.outs[0]), jnp.floating):
         return
     if not _is_total(find, anchor):
+        if op == GIVEN and _is_split(find, anchor):
+            text = (
+                "the program adds up its parts of the classes by collectives of its own"
+            )
+            find.missed(
+                LINEAR, anchor, Refused("split", text, score=0.6, suggestion=WHOLE)
+            )
         return
     miss: Refused | None = None
     for value in _losses(find, anchor):
@@ -110,6 +122,14 @@ def _is_total(find: Finder, anchor: Node) -> bool:
     """Whether a logarithm is one of a sum of exponentials."""
     sums = find.regions.above(anchor.ins[0], frozenset({"reduce_sum"}))
     return any(find.regions.above(n.ins[0], EXPONENTIALS) for n in sums)
+
+
+def _is_split(find: Finder, anchor: Node) -> bool:
+    """Whether a logarithm is one of such a sum over devices."""
+    return any(
+        find.regions.above(n.ins[0], frozenset({"reduce_sum"}))
+        for n in find.regions.above(anchor.ins[0], COLLECTIVES)
+    )
 
 
 def _losses(find: Finder, anchor: Node) -> list[int]:
@@ -315,7 +335,7 @@ def _is_position(find: Finder, value: int, depth: int = 8) -> bool:
     )
 
 
-STEPS = (Step(EXPONENTIALS), Step(frozenset({"log"})))
+STEPS = (Step(EXPONENTIALS, LOCAL | COLLECTIVES), Step(frozenset({"log"})))
 LABELLED = frozenset({"gather", "eq"})
 PATTERN = ReaderPattern(
     LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED, of_rows=True
