@@ -489,6 +489,30 @@ def test_what_reads_logits_twice_is_kept(name: str) -> None:
     assert "read elsewhere" in str(report)
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["pairs_with_temperature", "labels_and_temperature"])
+def test_transforms(name: str) -> None:
+    """Forward and second derivatives, batches, checkpoints and loops."""
+    fn, args, *_ = PROGRAMS[name]
+    fast = rewriter.optimize(fn, implementation=FORCED)
+    ones = tuple(jnp.ones_like(a) for a in args)
+    several = jnp.stack([args[0], 2 * args[0]])
+    of = {
+        "jvp": lambda f: jax.jvp(f, args, ones),
+        "second": lambda f: jax.jvp(jax.grad(f, (0, 1)), args, ones),
+        "vmap": lambda f: jax.vmap(lambda a: jax.grad(f)(a, *args[1:]))(several),
+        "remat": lambda f: jax.grad(jax.checkpoint(f))(*args),
+        "scan": lambda f: lax.map(lambda a: f(a, *args[1:]), several),
+    }
+    for how in of.values():
+        got, want = jax.jit(lambda how=how: (how(fast), how(fn)))()
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
+            got,
+            want,
+        )
+
+
 def test_soft_targets_are_refused_with_the_reason() -> None:
     for name in ("distillation", "soft_targets"):
         fn, args = OTHERS[name]
