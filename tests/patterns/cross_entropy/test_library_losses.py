@@ -445,7 +445,21 @@ def counted(report: Any, **how: Any) -> dict[str, int]:
     return {n: c for n, c in report.counts(**how).items() if c and "cross" in n}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+USUAL = {
+    "optax_pairs", "pairs_with_temperature", "one_side_of_pairs", "pairs_of_one_array",
+    "pairs_by_an_identity", "labels_and_temperature", "vmapped_heads", "haiku",
+    "distillation", "pairs_off_the_diagonal", "pairs_of_another_product",
+    "pairs_reversed", "margin", "two_labels",
+}  # fmt: skip
+"""Programs that run by default; the others run once."""
+
+
+def each(names: Any) -> list[Any]:
+    once = pytest.mark.once
+    return [n if n in USUAL else pytest.param(n, marks=once) for n in names]
+
+
+@pytest.mark.parametrize("name", each(PROGRAMS))
 def test_losses_of_libraries(name: str) -> None:
     fn, args, wanted, backward = PROGRAMS[name]
     fast = rewriter.optimize(fn, implementation=FORCED)
@@ -464,7 +478,7 @@ def test_losses_of_libraries(name: str) -> None:
     assert bool(counted(both.report(*args), backward=True)) == backward
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", each(OTHERS))
 def test_look_alikes(name: str) -> None:
     fn, args = OTHERS[name]
     forced = rewriter.optimize(fn, implementation=FORCED)
