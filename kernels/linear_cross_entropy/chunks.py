@@ -66,7 +66,7 @@ COLUMNS = 8
 """The chunks of the gradients of a block whose logits are held, if not `whole`."""
 
 
-CHUNK = 1 << 26
+CHUNK = 1 << 27
 """Bytes of the logits' cotangents of all rows that are held at once, where the logits
 are held in place of the weights' gradient."""
 
