@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -59,6 +59,10 @@ products then take longer than adding up gradients of the weights."""
 SHARE = 32
 """The part of a device's memory that logits of a block may take for that."""
 
+TOO_MUCH = 16
+"""The part of a device's memory that gradients of the weights may take in float32, in
+which they are added up over blocks."""
+
 EVEN = 8
 """The sizes that products take without loss are multiples of this."""
 
@@ -80,7 +84,33 @@ def default(spec: Spec, device: Device) -> Chunk:
     wanted = ROWS * spec.shape("w")[-1] * item_of(spec)
     room = device.memory // SHARE or LARGE.budget
     budget = max(LARGE.budget, min(wanted, room))
-    return Chunk(budget, LARGE.least, LARGE.whole, LARGE.aligned, LARGE.rounded)
+    made = replace(LARGE, budget=budget)
+    added = 4 * math.prod(spec.shape("w"))
+    if device.memory and added > device.memory // TOO_MUCH and _may_be_in_place(spec):
+        return least_memory(spec, made)
+    return made
+
+
+def _may_be_in_place(spec: Spec) -> bool:
+    """Whether the gradient of the weights has room for some rows of logits."""
+    (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
+    alike = jnp.dtype(spec.dtype("w")).itemsize == item_of(spec)
+    return v % EVEN == 0 and math.prod(rows) >= k and alike
+
+
+def least_memory(spec: Spec, config: Chunk) -> Chunk:
+    """Returns a config with logits in place of the gradient of the weights.
+
+    As many rows are held beside it as an eighth of XLA's memory allows. XLA holds
+    logits twice in 16 bits and once in 32: 8 bytes each. Of an eighth, the cotangents
+    of rows in float32, and those of a chunk with its weights take a part.
+    """
+    (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
+    count = math.prod(rows)
+    size = of_cotangents(count, v, 2, config)
+    room = 0.93 * count * v - 4 * count * k - 2 * (count + 2 * k) * size
+    beside = int(room / (2 * v)) // 128 * 128
+    return replace(config, beside=max(0, min(beside, count - k)))
 
 
 def configs(spec: Spec, device: Device) -> list[Chunk]:

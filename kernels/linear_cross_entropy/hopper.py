@@ -17,12 +17,18 @@ import jax.numpy as jnp
 from rewriter.kernels.cross_entropy.rows import Loss
 from rewriter.kernels.linear_cross_entropy import chunks, xla
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
+from rewriter.kernels.linear_cross_entropy.estimate import (
+    WORTH,
+    estimate_hopper,
+    margin,
+)
 from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.kernels.linear_cross_entropy.reduced import Reduced, of_product
-from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable
+from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable, runs_on
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Space, Spec, Speed
+from rewriter.support.sizes import size_text
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -137,6 +143,20 @@ def together(
     return xla.together(**given, config=config or chunks.LARGE, steps=STEPS)
 
 
+MEASURED = 32768
+"""The fewest classes of logits of 16 bits that were measured."""
+
+
+def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
+    """Returns whether such logits were measured: of 16 bits, and 256 MiB or more."""
+    del passes
+    v, size = spec.shape("w")[1], chunks.nbytes(spec) // 4 * chunks.item_of(spec)
+    if v >= MEASURED and size >= WORTH and chunks.item_of(spec) == 2:
+        return runs_on(device)
+    text = f"{v} classes and {size_text(size)} of logits: measured from {MEASURED}"
+    return no("unmeasured", f"{text} and {size_text(WORTH)} on, in 16 bits")
+
+
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns no: for known Hopper GPUs the estimate decides."""
     del spec, platform
@@ -162,6 +182,10 @@ SPACE = Space(Chunk, default, chunks.configs, fits)
 
 KERNEL = HOPPER.kernel(
     "linear_cross_entropy", forward, backward, supports,
-    Speed(profitable, by_rule=False), SPACE, SPACE,
+    Speed(
+        profitable, by_rule=False, estimate=estimate_hopper, margin=margin,
+        modelled=modelled,
+    ),
+    SPACE, SPACE,
     together=together, saves=xla.KERNEL.traits.saves,
 )  # fmt: skip

@@ -9,7 +9,6 @@ once.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -129,15 +128,3 @@ def _gradients(
 
     zero = jnp.zeros(x.shape, head.wide)
     return chunks.over_chunks(step, (zero, sums), v, size)
-
-
-def least_memory(count: int, k: int, v: int, config: Chunk) -> Chunk:
-    """Returns a config with as many rows beside as an eighth of XLA's memory allows.
-
-    XLA holds logits twice in 16 bits and once in 32: 8 bytes each. Of an eighth, the
-    cotangents of rows in float32, and those of a chunk with its weights take a part.
-    """
-    size = chunks.of_cotangents(count, v, 2, config)
-    room = 0.93 * count * v - 4 * count * k - 2 * (count + 2 * k) * size
-    rows = int(room / (2 * v)) // 128 * 128
-    return replace(config, beside=max(0, min(rows, count - k)))

@@ -17,9 +17,17 @@ from typing import Any
 import jax
 
 import rewriter
-from rewriter.kernels.linear_cross_entropy import hopper, in_place
-from rewriter.kernels.linear_cross_entropy.chunks import Chunk
-from tests.bench.vocabulary_loss_gpu import SHAPES, Program, compiled, drawn, loss, ours
+from rewriter.kernels.linear_cross_entropy import hopper
+from rewriter.kernels.linear_cross_entropy.chunks import Chunk, least_memory
+from tests.bench.vocabulary_loss_gpu import (
+    SHAPES,
+    Program,
+    compiled,
+    drawn,
+    loss,
+    ours,
+    spec_of_loss,
+)
 
 REPEATS = 12
 
@@ -34,7 +42,7 @@ def ways(shape: tuple[int, int, int]) -> Iterator[tuple[str, Program]]:
     yield "ours", ours(config)
     yield "hopper", ours(config, hopper)
     if v % 8 == 0 and n >= k and 4 * k > n:
-        yield "in place", ours(in_place.least_memory(n, k, v, config), hopper)
+        yield "in place", ours(least_memory(spec_of_loss(shape), config), hopper)
     yield "forward, as written", loss
     for name in ("memory_bounded", "hopper"):
         forced = {"linear_cross_entropy": name}

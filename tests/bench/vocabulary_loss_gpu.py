@@ -29,8 +29,10 @@ from jax import lax
 
 import rewriter
 from rewriter import _jax
-from rewriter.kernels.linear_cross_entropy import chunks, hopper, in_place, xla
+from rewriter.kernels.linear_cross_entropy import chunks, hopper, xla
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk
+from rewriter.ops.kernel import spec_of
+from rewriter.ops.registry import registry
 from tests.bench import record
 
 Shape = tuple[int, int, int]
@@ -55,6 +57,17 @@ def loss(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
 def tied(x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
     """The same, of a table [v, k]."""
     return loss(x, table.T, labels)
+
+
+def spec_of_loss(shape: Shape) -> Any:
+    """The use of the op that the loss is."""
+    n, k, v = shape
+    like = {
+        "x": jax.ShapeDtypeStruct((n, k), "bfloat16"),
+        "w": jax.ShapeDtypeStruct((k, v), "bfloat16"),
+        "labels": jax.ShapeDtypeStruct((n,), "int32"),
+    }
+    return spec_of(registry().op("linear_cross_entropy"), like, {})
 
 
 def by_hand(rows: int) -> Program:
@@ -97,7 +110,7 @@ def ways(shape: Shape) -> Iterator[tuple[str, Program]]:
     yield f"ours, {name}", ours(config)
     yield f"hopper, {name}", ours(config, hopper)
     if v % 8 == 0 and n >= k and 4 * k > n:
-        least = in_place.least_memory(n, k, v, config)
+        least = chunks.least_memory(spec_of_loss(shape), config)
         for some in (least, replace(config, beside=n - k)):
             name = f"in place, {some.beside} rows beside"
             yield name, ours(some)
