@@ -215,11 +215,19 @@ def _dtype_of(find: Finder, values: Iterable[int]) -> Any:
 
 
 def _of_own_dtype(find: Finder, rows: Operand) -> Operand:
-    """Rows, in their own dtype also after they are multiplied by a number."""
+    """Rows, in their own dtype also after they are multiplied by a number.
+
+    Raises:
+        Refused: If they would overflow for usual numbers.
+    """
     arrays = _arrays(find, rows)
     if arrays == _values(find, rows):
         return rows
-    return dataclasses.replace(rows, dtype=_dtype_of(find, arrays))
+    dtype = _dtype_of(find, arrays)
+    if dtype == jnp.float16:
+        text = "a number that the program computes may be too large for float16 rows"
+        raise Refused("dtype", text, score=0.8)
+    return dataclasses.replace(rows, dtype=dtype)
 
 
 def _arrays(find: Finder, *operands: Operand) -> set[int]:

@@ -527,6 +527,23 @@ def test_transforms(name: str) -> None:
         )
 
 
+def test_a_temperature_is_no_factor_of_narrow_rows() -> None:
+    fn, args, *_ = PROGRAMS["labels_and_temperature"]
+    for dtype, sites in (("float16", 0), ("bfloat16", 1)):
+        x, w, tau = (jax.ShapeDtypeStruct(a.shape, dtype) for a in args)
+        tau = jax.ShapeDtypeStruct((), "float32")
+        report = rewriter.explain(fn, implementation=FORCED)(x, w, tau)
+        assert report.counts()[LINEAR] == sites
+    assert "too large for float16" in str(
+        rewriter.explain(fn)(
+            *(
+                jax.ShapeDtypeStruct(a.shape, d)
+                for a, d in zip(args, ("float16", "float16", "float32"), strict=True)
+            )
+        )
+    )
+
+
 def test_soft_targets_are_refused_with_the_reason() -> None:
     for name in ("distillation", "soft_targets"):
         fn, args = OTHERS[name]
