@@ -11,6 +11,12 @@ rows, k, v                            model and measured on an H100; ms
 8192 4096 128256    with gradients    xla 42   42    memory_bounded 41   43
 32768 2560 128256   with gradients    xla 113  116   memory_bounded 108  107
 8192 4096 128256    forward           xla 14   14    memory_bounded 14   14
+
+                                      hopper
+8192 768 50257      with gradients    3.7  3.6
+8192 4096 128256    with gradients    40   42
+32768 2560 128256   with gradients    103  106
+32768 2560 128256   forward           36   35
 """
 
 from __future__ import annotations
