@@ -229,8 +229,11 @@ class _Picks:
         return label, "nan" if fills else outside
 
     def _has_targets(self) -> bool:
-        """Whether an array besides the logits is read, as of soft targets."""
+        """Whether something besides the logits is summed, as soft targets are."""
         alg = self.alg
+        sums = [a for _, m in self.form for a, _ in m if alg.kind(a) == "sum"]
+        if any(alg.kind(a) != "leaf" for s in sums for a, _ in alg.defs[s][3]):
+            return True
         own = alg.poly_leaves(alg.thaw(alg.defs[self.total][1]))
         every = alg.poly_leaves(self.form)
         return bool({alg.defs[a][1] for a in every} - {alg.defs[a][1] for a in own})
