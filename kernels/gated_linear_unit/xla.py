@@ -147,7 +147,7 @@ def forward(
         rows = {**rows, "x": unturned(rows["x"])}
         return combine(*use.branches(rows), **use.joining).astype(use.dtype), ()
 
-    out, _ = _over_blocks(block, _flat(use.by_row), (config or DEFAULT).rows)
+    out, _ = _over_blocks(block, _flat(use.by_row), (config or DEFAULT).rows, ())
     out = out.reshape(*use.x.shape[:-1], use.w_gate.shape[-1])
     return (out, ()) if residuals else out
 
@@ -195,7 +195,8 @@ def backward(
         )
 
     rows = _flat({**apart, "cotangent": cotangent})
-    by_row, sums = _over_blocks(block, rows, (config or DEFAULT).rows)
+    none = {n: jnp.zeros(a.shape, wide) for n, a in shared.items()}
+    by_row, sums = _over_blocks(block, rows, (config or DEFAULT).rows, none)
     return {
         **{n: y.reshape(apart[n].shape) for n, y in by_row.items()},
         **{n: y.astype(shared[n].dtype) for n, y in sums.items()},
@@ -236,9 +237,16 @@ def _flat(arrays: Rows) -> Rows:
 
 
 def _over_blocks(
-    block: Callable[[Rows], tuple[Any, Any]], rows: Rows, size: int
+    block: Callable[[Rows], tuple[Any, Any]], rows: Rows, size: int, start: Any
 ) -> tuple[Any, Any]:
-    """Runs a function over blocks of rows, adding up its second results."""
+    """Runs a function over blocks of rows, adding up its second results.
+
+    Args:
+        block: The function.
+        rows: The rows.
+        size: Rows of a block.
+        start: Zeros like the second result.
+    """
     count = rows["x"].shape[0]
     whole = count // size * size
     if whole <= size:
@@ -249,8 +257,6 @@ def _over_blocks(
         return jax.tree.map(jnp.add, sums, more), out
 
     parts = {n: a[:whole].reshape(-1, size, a.shape[-1]) for n, a in rows.items()}
-    one = jax.eval_shape(block, {n: a[0] for n, a in parts.items()})[1]
-    start = jax.tree.map(lambda z: jnp.zeros(z.shape, z.dtype), one)
     sums, out = scan(step, start, parts)
     out = jax.tree.map(lambda y: y.reshape(whole, y.shape[-1]), out)
     if whole < count:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.shared.loops import fori_loop, scan
+from rewriter.kernels.shared.slices import along, part
 from rewriter.ops.kernel import Space
 from rewriter.support.verdict import YES, Verdict, no
 
@@ -169,4 +170,6 @@ def taken(x: Array, first: Any, size: int, axis: int = -1) -> Array:
         return x
     if isinstance(first, int):
         return lax.slice_in_dim(x, first, first + size, axis=axis)
-    return lax.dynamic_slice_in_dim(x, first, size, axis)
+    sizes = list(x.shape)
+    sizes[axis] = size
+    return part(x, along(x.ndim, axis, first), sizes)

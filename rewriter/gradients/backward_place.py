@@ -46,14 +46,22 @@ def residuals_place(
     if found is not None:
         return found
     body, _ = home_of(_scope_of_gradients(backward, graph))
-    if body.runs_again and not _gives_up(backward, graph, match, body):
-        anew = _made_anew(backward, regions, match, body)
-        return anew or _in_recomputed_loop(backward, regions, match, body)
+    gives_up = body.runs_again and _gives_up(backward, graph, match, body)
+    if body.runs_again and not gives_up:
+        return _in_recomputation(backward, regions, match, body)
     for scope, position in free:
         bodies = route(backward, graph, scope)
         if bodies and _before(scope, position, bodies[0]):
             return (scope, position), position
-    return None
+    return _in_recomputation(backward, regions, match, body) if gives_up else None
+
+
+def _in_recomputation(
+    backward: Backward, regions: Regions, match: Match, body: Scope
+) -> tuple[tuple[Scope, int], int] | None:
+    """The place of a forward that a checkpoint computes again, for its gradients."""
+    anew = _made_anew(backward, regions, match, body)
+    return anew or _in_recomputed_loop(backward, regions, match, body)
 
 
 def _before_gradients(

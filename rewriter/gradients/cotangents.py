@@ -260,15 +260,21 @@ class Cones:
     Args:
         graph: The program.
         stops: Where to stop.
+        foreign: Constants on which a value may not depend.
     """
 
-    def __init__(self, graph: Graph, stops: frozenset[int]):
-        self.graph, self.stops = graph, stops
+    def __init__(
+        self, graph: Graph, stops: frozenset[int], foreign: frozenset[int] = NOTHING
+    ):
+        self.graph, self.stops, self.foreign = graph, stops, foreign
         self._reads: dict[int, tuple[frozenset[int], tuple[int, ...]]] = {}
         self._known: dict[int, frozenset[int] | None] = dict.fromkeys(stops, NOTHING)
 
     def of(self, value: int) -> frozenset[int] | None:
-        """The values, this one too; None if it depends on anything but the stops."""
+        """The values, this one too; None if it depends on anything but the stops.
+
+        Constants that are not foreign do not count.
+        """
         known, constants = self._known, self.graph.constants
         stack = [value]
         while stack:
@@ -276,7 +282,7 @@ class Cones:
             if current in known:
                 stack.pop()
             elif current in constants:
-                known[current] = NOTHING
+                known[current] = None if current in self.foreign else NOTHING
             else:
                 self._step(current, stack)
         return known[value]

@@ -200,16 +200,29 @@ def _cones(
 ) -> dict[int, frozenset[int]]:
     """The cones of values with a leaf's shape that depend only on the stops.
 
-    Only of those that are linear in the cotangent: no other is worth a form.
+    Only of those that are linear in the cotangent, and read no array of numbers that
+    the match does not read: no other is worth a form. Weights that a function closes
+    over are such arrays. Behind them are the gradients of earlier layers.
     """
     shapes = {graph.shape(v) for _, v in match.leaves}
-    cones = Cones(graph, stops)
+    cones = Cones(graph, stops, _constants_of_others(graph, match))
     found = {
         v: cones.of(v)
         for v in reached
         if v in moving and v not in stops and graph.shape(v) in shapes
     }
     return {v: inside for v, inside in found.items() if inside is not None}
+
+
+def _constants_of_others(graph: Graph, match: Match) -> frozenset[int]:
+    """Constant arrays of floats that a match does not read."""
+    nodes = (graph.node_of(v) for v in match.inner)
+    own = {i for node in nodes if node is not None for i in node.ins}
+    return frozenset(
+        v
+        for v in graph.constants
+        if v not in own and graph.shape(v) and is_float(graph.dtype(v))
+    )
 
 
 class _Forms:

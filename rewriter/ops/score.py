@@ -13,13 +13,15 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from rewriter import _jax
 
 PRODUCT, ROW, COLUMN = "product", "row", "column"
 """What every function may read: the product, and the numbers of query and key."""
@@ -279,18 +281,8 @@ def _bound(primitive: Any, params: dict[str, Any], *given: Any) -> Any:
     """One equation, of arrays that broadcast against each other."""
     arrays = [jnp.asarray(x) for x in given]
     if len(arrays) > 1:
-        arrays = _varying_alike(jnp.broadcast_arrays(*arrays))
+        arrays = _jax.vary_alike(jnp.broadcast_arrays(*arrays))
     return primitive.bind(*arrays, **params)
-
-
-def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
-    """Arrays that vary over the same axes of a mesh, inside of `jax.shard_map`."""
-    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
-    every = frozenset().union(*axes)
-    return [
-        x if own == every else lax.pcast(x, tuple(sorted(every - own)), to="varying")
-        for x, own in zip(arrays, axes, strict=True)
-    ]
 
 
 def _looked_up(table: Any, index: Any, fill: Any = None) -> Any:

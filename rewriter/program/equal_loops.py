@@ -29,11 +29,13 @@ class Loops:
         results: By what they are, results of the first such loop.
         seen: Loops that are not in `results` yet: what they are is told once there is a
             recomputation.
+        stacked: By results of a loop, the numbers of what its steps give.
     """
 
     numbers: dict[Hashable, int] = field(default_factory=dict)
     results: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     seen: list[tuple[Any, Sequence[int], tuple[int, ...]]] = field(default_factory=list)
+    stacked: dict[tuple[int, ...], tuple[int, ...] | None] = field(default_factory=dict)
 
     def first(
         self, graph: Any, eqn: Any, ins: Sequence[int], outs: Sequence[int], again: bool
@@ -53,11 +55,13 @@ class Loops:
             return tuple(outs)
         while self.seen:
             earlier, its_ins, its_outs = self.seen.pop(0)
-            for key, part in _Keys(graph, self.numbers).of(earlier, its_ins):
+            for key, part in _Keys(graph, self.numbers, self.stacked).of(
+                earlier, its_ins
+            ):
                 self.results.setdefault(key, its_outs[part])
         same = list(outs)
-        for key, part in _Keys(graph, self.numbers).of(eqn, ins):
-            same[part] = self.results.get(key, same[part])
+        for key, part in _Keys(graph, self.numbers, self.stacked).of(eqn, ins):
+            same[part] = self.results.setdefault(key, tuple(same[part]))
         return tuple(same)
 
 
@@ -68,30 +72,57 @@ class _Keys:
     Attributes:
         graph: The graph that they are in.
         numbers: As `Loops.numbers`.
+        stacked: As `Loops.stacked`.
     """
 
     graph: Any
     numbers: dict[Hashable, int]
+    stacked: dict[tuple[int, ...], tuple[int, ...] | None]
 
     def of(self, eqn: Any, ins: Sequence[int]) -> list[tuple[Hashable, slice]]:
         """What results of a scan are, as far as it is told, and which ones."""
-        body, n_consts, n_carry, length = _jax.scan_parts(eqn)
-        if eqn.effects:
-            return []
-        given = []
-        for k, value in enumerate(ins):
-            if k < n_consts:
-                given.append(self._outside(value, HOISTED))
-            else:
-                place = min(k - n_consts, n_carry)  # which carry, or a step of an array
-                given.append(self._number(("input", place, value)))
+        _, _, n_carry, length = _jax.scan_parts(eqn)
         how = length, bool(eqn.params["reverse"])
-        outs = self._results(body, given, n_carry or len(eqn.outvars))
+        outs = self._outs(eqn, ins, n_carry or len(eqn.outvars))
         if outs is None:
             return []
         if n_carry:
             return [((*how, outs), slice(0, n_carry))]
         return [((*how, "each", x), slice(k, k + 1)) for k, x in enumerate(outs)]
+
+    def _outs(self, eqn: Any, ins: Sequence[int], count: int) -> tuple[int, ...] | None:
+        """The numbers of a scan's first carries after a step, and of what it stacks."""
+        body, n_consts, n_carry, length = _jax.scan_parts(eqn)
+        if eqn.effects:
+            return None
+        how, given = (length, bool(eqn.params["reverse"])), []
+        for k, value in enumerate(ins):
+            if k < n_consts:
+                given.append(self._outside(value, HOISTED))
+            elif k < n_consts + n_carry:
+                given.append(self._number(("input", k - n_consts, value)))
+            else:
+                given.append(self._step(value, how))
+        return self._results(body, given, count)
+
+    def _step(self, value: int, how: tuple[Any, bool]) -> int:
+        """The number of a step of an array, which an earlier loop may have stacked.
+
+        The first run of a loop may have the positions of its blocks from a loop of
+        their own, where its recomputation makes them at each step. And a checkpoint may
+        save products of the first run's steps.
+        """
+        node, k = self.graph.producer.get(value, (None, 0))
+        if node is None or node.prim != "scan":
+            return self._number(("step", value))
+        _, _, n_carry, length = _jax.scan_parts(node.eqn)
+        if k < n_carry or how != (length, bool(node.params["reverse"])):
+            return self._number(("step", value))
+        if node.outs not in self.stacked:
+            made = self._outs(node.eqn, node.ins, len(node.outs))
+            self.stacked[node.outs] = made
+        made = self.stacked[node.outs]
+        return made[k] if made else self._number(("step", value))
 
     def _outside(self, value: int, depth: int) -> int:
         """The number of a value that every step reads; some loops make it themselves.

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter import _jax
+from rewriter.program.counters import Counters
 from rewriter.program.equal_conds import of_equal_cond
 from rewriter.program.equal_constants import Constants
 from rewriter.program.equal_loops import Loops
-from rewriter.program.step_reads import StepReads, steps_around
+from rewriter.program.step_reads import StepReads
 
 
 @dataclass(slots=True, eq=False)
@@ -113,9 +114,8 @@ class Graph:
         self.constants: dict[int, Any] = {}
         self.nodes: list[Node] = []
         self.fresh_in: dict[int, Scope] = {}
-        self.per_step: dict[tuple[int, int, bool], int] = {}
         self.slice_of: dict[int, int] = {}
-        self.counters: dict[int, tuple[int, int, int]] = {}
+        self.counters = Counters()
         self.per_device: dict[Any, int] = {}
         self.in_branch: dict[tuple[int, int, int], int] = {}
         self.stacked: dict[int, tuple[int | None, ...]] = {}
@@ -310,35 +310,28 @@ class Graph:
     def _scan(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         """A loop. Slices that its backward loop reads are values that it stacked."""
         body, n_consts, n_carry, length = _jax.scan_parts(eqn)
-        first, backwards = n_consts + n_carry, bool(eqn.params["reverse"])
-        how = length, backwards
-        steps, mates = [], self._reads.written_by(ins[first:], self.node_of)
-        around = steps_around(scope)
-        for value, var in zip(ins[first:], body.invars[first:], strict=True):
-            known = self.per_step.get((value, length, not backwards))
-            if known is not None:  # rather as the loop had it whose stacks are read
-                known = mates.get(value, known)
-            elif scope.runs_again and not n_carry:  # as the loop had it that runs again
-                known = self._reads.first_run(ins[first:], how).get(value)
-            if known is None or known in around:  # a loop around is at another step
-                known = self._new(var.aval)
-                self.slice_of[known] = value
-            self.per_step.setdefault((value, length, backwards), known)
-            steps.append(known)
-        args = ins[:n_consts] + self._fresh(body, slice(n_consts, first)) + steps
+        first = n_consts + n_carry
+        arrays, steps = ins[first:], []
+        known = self._reads.known(scope, eqn, arrays, self.node_of)
+        for value, step, var in zip(arrays, known, body.invars[first:], strict=True):
+            if step is None:
+                step = self._new(var.aval)
+                self.slice_of[step] = value
+            steps.append(step)
+        carries = self._fresh(body, slice(n_consts, first))
+        carries = self.counters.shared(scope, eqn, ins, carries)
+        args = [*ins[:n_consts], *carries, *steps]
         self._child(
             scope, position, body, args, kind="scan", length=length, open_out=False
         )
         outs = self._opaque(scope, position, eqn, ins)
         child = scope.children[position][-1]
-        read = dict(zip(ins[first:], steps, strict=True))
-        self._reads.by_result[outs[-1] if outs else -1] = read
-        if not n_carry and not scope.runs_again:
-            self._reads.maps.append((how, read))
         for k in range(n_carry):
             self._note_counter(child, n_consts + k, k, ins[n_consts + k], length)
-        for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
-            self.per_step[value, length, backwards] = self.read(child, var)
+        made = [self.read(child, var) for var in body.outvars[n_carry:]]
+        stacked = dict(zip(outs[n_carry:], made, strict=True))
+        read = dict(zip(arrays, steps, strict=True))
+        self._reads.note(scope, eqn, read, outs, stacked)
         same = self._loops.first(self, eqn, ins, outs, scope.runs_again)
         if same != outs:
             self.producer[outs[-1]][0].outs = outs = same
@@ -356,7 +349,7 @@ class Graph:
             return
         step = self.scalar(node.ins[1 - node.ins.index(carry)])
         if isinstance(step, int) and isinstance(length, int):
-            self.counters[carry] = first, step, length
+            self.counters.known[carry] = first, step, length
 
     def _shard_map(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         """Parts on each device: a value split the same way again keeps its parts."""

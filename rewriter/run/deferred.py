@@ -57,7 +57,8 @@ class Deferred:
 
 
 program_p = Primitive("rewriter_program")
-program_p.multiple_results = True
+# The same where a kernel may be chosen that JAX lowers only for known devices.
+program_on_devices_p = Primitive("rewriter_program")
 
 
 def can_wait(program: ClosedJaxpr) -> bool:
@@ -66,8 +67,14 @@ def can_wait(program: ClosedJaxpr) -> bool:
 
 
 def call(deferred: Deferred, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the program's results, as those of one equation."""
-    return program_p.bind(*deferred.program.consts, *leaves, deferred=deferred)
+    """Returns the program's results, as those of one equation.
+
+    Only kernels of NVIDIA GPUs need devices. Without such a need the program is also
+    lowered for an abstract mesh, which has none.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    primitive = program_on_devices_p if on_gpu else program_p
+    return primitive.bind(*deferred.program.consts, *leaves, deferred=deferred)
 
 
 def _generic(*args: Any, deferred: Deferred) -> list[Any]:
@@ -137,12 +144,16 @@ def _of_argument(value: Any) -> tuple[bool, PartitionSpec | None]:
     return split is not None, spec_of(split) if split is not None else None
 
 
-program_p.def_impl(_generic)
-program_p.def_abstract_eval(_avals)
-ad.primitive_jvps[program_p] = _jvp
-batching.primitive_batchers[program_p] = _batched
-for _platform in (None, *PLATFORMS):
-    # In a function of its own it would not see the computation's arguments.
-    mlir.register_lowering(program_p, _lower, platform=_platform, cacheable=False)
-_jax.lower_with_devices(program_p)
-_jax.check_as_written(program_p, lambda deferred: functools.partial(_written, deferred))
+for _primitive in (program_p, program_on_devices_p):
+    _primitive.multiple_results = True
+    _primitive.def_impl(_generic)
+    _primitive.def_abstract_eval(_avals)
+    ad.primitive_jvps[_primitive] = _jvp
+    batching.primitive_batchers[_primitive] = _batched
+    for _platform in (None, *PLATFORMS):
+        # In a function of its own it would not see the computation's arguments.
+        mlir.register_lowering(_primitive, _lower, platform=_platform, cacheable=False)
+    _jax.check_as_written(
+        _primitive, lambda deferred: functools.partial(_written, deferred)
+    )
+_jax.lower_with_devices(program_on_devices_p)

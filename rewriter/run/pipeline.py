@@ -21,6 +21,7 @@ from rewriter.find.sieve import possible
 from rewriter.measure.programs import Task
 from rewriter.program.equal_constants import once
 from rewriter.program.joined_sums import join
+from rewriter.program.made_inside import make_inside
 from rewriter.program.platform_conds import settle
 from rewriter.program.propagation import Placement
 from rewriter.program.sums_of_rows import split
@@ -115,17 +116,27 @@ def rewrite(
         placement: Where its inputs are, if it runs on more than one device; or why
             that is not known.
     """
-    clock = _Clock()
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
-        program = _initial_program(closed_jaxpr, config, user_patterns, placement)
-        if not program.patterns:
-            return _without_patterns(program, clock)
-        try:
-            program = _after_passes(program, clock)
-        except Unlike as why:
-            log.debug("layers are looked at one by one: %s", why)
-            program = _after_passes(program, clock, without=("fold",))
-        program.walks.graph.release()
+        # Within a function of its own: what it made is freed before collection goes on.
+        return _rewritten(closed_jaxpr, config, user_patterns, placement)
+
+
+def _rewritten(
+    closed_jaxpr: ClosedJaxpr,
+    config: Config,
+    user_patterns: Sequence[Any],
+    placement: Placement | str | None,
+) -> Rewritten:
+    clock = _Clock()
+    program = _initial_program(closed_jaxpr, config, user_patterns, placement)
+    if not program.patterns:
+        return _without_patterns(program, clock)
+    try:
+        program = _after_passes(program, clock)
+    except Unlike as why:
+        log.debug("layers are looked at one by one: %s", why)
+        program = _after_passes(program, clock, without=("fold",))
+    program.walks.graph.release()
     assert program.found is not None
     return Rewritten(
         program.closed_jaxpr if program.changed else closed_jaxpr,
@@ -220,7 +231,7 @@ def _initial_program(
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
     settled = settle(closed_jaxpr)
     patterns = tuple(for_platform(possible(settled, patterns), config))
-    start = once(settled) if patterns else closed_jaxpr
+    start = make_inside(once(settled)) if patterns else closed_jaxpr
     if any(p.of_rows for p in patterns):
         start = start if config.numerics == "strict" else join(start)
         start = split(start)

@@ -8,6 +8,7 @@ with masks that are arrays, `jax.grad` around an optimized function, and dispatc
 tree of 100 arrays. Seconds are of the processor, the least of several runs. Each run
 has a sequence length of its own, so that nothing is known of its shapes; ``again_s`` is
 for shapes that are known, and ``first_rewrite_s`` the first one in a process.
+Tracing and lowering as a whole is compared too, with the kernels in it.
 """
 
 from __future__ import annotations
@@ -249,6 +250,29 @@ def around(layers: int, start: int, repeats: int = 12) -> dict[str, object]:
     return result
 
 
+def lowered(name: str, fn, args_of, start: int, repeats: int = 8) -> dict[str, object]:
+    """Seconds to trace and lower a program, by `jax.jit` and as it is rewritten.
+
+    Arguments are those of `cost`.
+    """
+    seconds: dict[str, list[float]] = {}
+    for run in range(repeats):
+        args = args_of(start + 8 * run)
+        for way, jit in {"jit": jax.jit, "optimize": rewriter.optimize}.items():
+            jax.clear_caches()
+            began = time.process_time()
+            traced = jit(lambda *a: fn(*a)).trace(*args)
+            between = time.process_time()
+            traced.lower()
+            ended = time.process_time()
+            seconds.setdefault(f"{way}_trace_s", []).append(between - began)
+            seconds.setdefault(f"{way}_lower_s", []).append(ended - between)
+    result: dict[str, object] = {"program": f"tracing and lowering: {name}"}
+    result |= {key: round(min(runs), 3) for key, runs in seconds.items()}
+    print(json.dumps(result))
+    return result
+
+
 def equations(jaxpr) -> int:
     """The number of equations of a program, at any depth."""
     bodies = (
@@ -301,6 +325,7 @@ def decoders(layers: int, start: int) -> list[dict[str, object]]:
 
     variables = jax.eval_shape(model.init, jax.random.key(0), rows(0))
     by_hand = lambda more: (params, rows(more))
+    loss = lambda p, x: jnp.mean(decoder(p, x) ** 2)
     return [
         cost(
             f"flax linen decoder, {size}",
@@ -312,12 +337,21 @@ def decoders(layers: int, start: int) -> list[dict[str, object]]:
         cost(f"hand-written decoder, {size}", decoder, by_hand, start + 100, repeats),
         cost(
             f"gradient of the hand-written decoder, {size}",
-            jax.value_and_grad(lambda p, x: jnp.mean(decoder(p, x) ** 2)),
+            jax.value_and_grad(loss),
             by_hand,
             start + 200,
             repeats,
         ),
         cost(f"no sites, {size}", plain, by_hand, start),
+        *(
+            lowered(f"{what}, {size}", fn, args_of, start + 300)
+            for what, fn, args_of in (
+                ("flax", model.apply, lambda more: (variables, rows(more))),
+                ("by hand", decoder, by_hand),
+                ("gradient", jax.value_and_grad(loss), by_hand),
+            )
+            if layers < 10
+        ),
     ]
 
 

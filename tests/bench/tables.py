@@ -253,6 +253,11 @@ def packed_decoder() -> str:
     return _passes(json.loads(record.named("packed_decoder_h100").read_text()))
 
 
+def training_steps() -> str:
+    """One row per pass of the models that need JAX alone."""
+    return _passes(json.loads(record.named("training_steps_h100").read_text()))
+
+
 def public_experts() -> str:
     """One row per pass of a public library's decoder with experts."""
     return _passes(json.loads(record.named("public_experts_h200").read_text()))
@@ -704,6 +709,7 @@ TABLES = {
     "torch_models": torch_models,
     "public_bert": public_bert,
     "packed_decoder": packed_decoder,
+    "training_steps": training_steps,
     "public_experts": public_experts,
     "training": training,
     "hopper": hopper,

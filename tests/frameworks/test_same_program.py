@@ -134,3 +134,14 @@ def test_an_array_of_unknown_place_with_nothing_to_do() -> None:
     spec = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=spread)
     exported = jax.export.export(rewriter.optimize(lambda a: a @ a.T))(spec)
     assert exported.nr_devices == 2
+
+
+def test_sites_on_an_abstract_mesh() -> None:
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    params, x = jax.eval_shape(inputs)
+    x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spread)
+    fast = rewriter.optimize(block, implementation=FORCED)
+    exported = jax.export.export(fast)(params, x)
+    assert exported.nr_devices == 2
+    assert "rewriter_site" in exported.mlir_module()

@@ -10,6 +10,7 @@ stay as they are. What tests give to ``nnx.jit`` of flax is optimized in it.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import types
 from typing import Any
@@ -23,14 +24,28 @@ calls: list[str] = []
 """The names of functions that were optimized."""
 
 
-def jit(fun: Any = None, /, **options: Any) -> Any:
-    """`rewriter.optimize`, with or without a function as `jax.jit`."""
-    calls.append(getattr(fun, "__name__", "?"))
-    return (
-        rewriter.optimize(**options)
-        if fun is None
-        else rewriter.optimize(fun, **options)
-    )
+class Jit:
+    """`rewriter.optimize`, with or without a function as `jax.jit`.
+
+    It equals `jax.jit`, which tests compare with what they are given to test.
+    """
+
+    def __call__(self, fun: Any = None, /, **options: Any) -> Any:
+        calls.append(getattr(fun, "__name__", "?"))
+        return (
+            rewriter.optimize(**options)
+            if fun is None
+            else rewriter.optimize(fun, **options)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is jax.jit
+
+    def __hash__(self) -> int:
+        return hash(jax.jit)
+
+
+jit = Jit()
 
 
 def nnx_jit(fun: Any = None, /, **options: Any) -> Any:
@@ -50,6 +65,9 @@ class StandIn(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, (self.__name__,)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,6 +25,7 @@ from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.attention.xla.tile import Tile, is_float
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
 from rewriter.kernels.attention.xla.weighed import through_divisor
+from rewriter.kernels.shared.slices import part, with_part
 from rewriter.ops.score import SOFTMAX
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
     dq = dq * p.factor()
     if p.sizes.rows_overlap or averaged:
         starts, sizes = p.place("btnh", grads["q"].shape, block.here)
-        old = block.merge(lax.dynamic_slice(grads["q"], starts, sizes))
+        old = block.merge(part(grads["q"], starts, sizes))
         stays = rows.idle if averaged else rows.again[:, None]
         dq = jnp.where(stays, old.astype(p.wide), dq)
     grads["q"] = block.store(grads["q"], dq)
@@ -327,8 +328,8 @@ def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:
 def _add_heads(step: Step, into: Array, x: Array) -> Array:
     """Returns `into` [n] plus x [k, g] at this step's heads."""
     (start, size) = step.here["n"]
-    old = lax.dynamic_slice_in_dim(into, start, size)
-    return lax.dynamic_update_slice_in_dim(into, old + x.reshape(size), start, 0)
+    old = part(into, [start], [size])
+    return with_part(into, old + x.reshape(size), [start])
 
 
 def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
 from rewriter.kernels.attention.stored_form import added_to
@@ -14,6 +14,7 @@ from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.xla.config import DEFAULT
 from rewriter.kernels.attention.xla.sizes import Sizes, sizes_of
 from rewriter.kernels.shared.loops import fori_loop
+from rewriter.kernels.shared.slices import part, with_part
 from rewriter.ops.score import SOFTMAX
 from rewriter.ops.stored import FEW_BITS
 from rewriter.ops.widening import applied
@@ -43,7 +44,7 @@ class Problem:
 
     arrays: dict[str, Array]
     sizes: Sizes
-    zero: Array
+    zero: Array | None
     scale: float
     window: tuple[int | None, int | None]
     shift: int
@@ -64,7 +65,8 @@ class Problem:
 
     def full(self, shape: tuple[int, ...], dtype: Any, value: float = 0) -> Array:
         """Returns a constant array that can start a loop's carry."""
-        return jnp.full(shape, value, dtype) + self.zero.astype(dtype)
+        made = jnp.full(shape, value, dtype)
+        return made if self.zero is None else made + self.zero.astype(dtype)
 
     def cut(self, name: str, at: dict[str, tuple[Any, int]]) -> Array:
         """Returns an operand's slice at (start, size) by axis letter, widened."""
@@ -82,16 +84,14 @@ class Problem:
         """Returns an operand's slice at (start, size) by axis letter."""
         x = self.arrays[name]
         starts, sizes = self.place(AXES[name], x.shape, at)
-        return x if sizes == x.shape else lax.dynamic_slice(x, starts, sizes)
+        return part(x, starts, sizes)
 
     def place(
         self, axes: str, shape: tuple[int, ...], at: dict[str, tuple[Any, int]]
     ) -> tuple[list[Any], tuple[int, ...]]:
         """Returns the starts and sizes of a slice; axes of size 1 stay whole."""
         whole = [size == 1 or x not in at for x, size in zip(axes, shape, strict=True)]
-        starts = [
-            jnp.int32(0 if w else at[x][0]) for w, x in zip(whole, axes, strict=True)
-        ]
+        starts = [0 if w else at[x][0] for w, x in zip(whole, axes, strict=True)]
         sizes = [
             size if w else at[x][1]
             for w, x, size in zip(whole, axes, shape, strict=True)
@@ -99,12 +99,12 @@ class Problem:
         return starts, tuple(sizes)
 
     def added(
-        self, name: str, into: Array, part: Array, at: dict[str, tuple[Any, int]]
+        self, name: str, into: Array, more: Array, at: dict[str, tuple[Any, int]]
     ) -> Array:
         """Returns `into`, shaped as an operand, plus what is shaped as its slice."""
         starts, sizes = self.place(AXES[name], into.shape, at)
-        new = lax.dynamic_slice(into, starts, sizes) + part.reshape(sizes)
-        return lax.dynamic_update_slice(into, new.astype(into.dtype), starts)
+        new = part(into, starts, sizes) + more.reshape(sizes)
+        return with_part(into, new.astype(into.dtype), starts)
 
     def factor(self) -> Array | float:
         """Returns the factor of q kᵀ."""
@@ -141,10 +141,19 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
     params["out_dtype"] = jnp.dtype(params["out_dtype"] or q.dtype)
     floats = [x.dtype for x in (q, k, v) if x.dtype.name not in FEW_BITS]
     wide = jnp.promote_types(jnp.result_type(*floats), jnp.float32)
-    # A zero that varies over the same mesh axes as the operands: inside
-    # jax.shard_map a loop's first carry must vary as its last.
-    zero = jnp.zeros((), wide)
+    zero = _varying_zero(arrays, wide)
+    return Problem(arrays=arrays, sizes=sizes, zero=zero, wide=wide, **params)
+
+
+def _varying_zero(arrays: dict[str, Array], dtype: Any) -> Array | None:
+    """A zero that varies over the same mesh axes as the operands; None outside of one.
+
+    Inside jax.shard_map a loop's first carry must vary as its last.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    zero = jnp.zeros((), dtype)
     for x in arrays.values():
         first = x[(0,) * x.ndim]
-        zero = zero + jnp.where(first == first, jnp.zeros((), wide), 0)
-    return Problem(arrays=arrays, sizes=sizes, zero=zero, wide=wide, **params)
+        zero = zero + jnp.where(first == first, jnp.zeros((), dtype), 0)
+    return zero

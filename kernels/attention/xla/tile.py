@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,6 +15,7 @@ from rewriter.kernels.attention.visibility import within
 from rewriter.kernels.attention.xla.problem import AXES
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.shared.products import unturned
+from rewriter.kernels.shared.slices import along, part, with_part
 from rewriter.ops.score import SOFTMAX
 
 if TYPE_CHECKING:
@@ -27,6 +30,11 @@ def least(x: Any, y: Any) -> Any:
     """Returns the smaller of two sizes, either of which may be symbolic."""
     static = isinstance(x, int) and isinstance(y, int)
     return min(x, y) if static else jnp.minimum(number(x), number(y))
+
+
+def plus(x: Any, y: Any) -> Any:
+    """Returns a sum, without an equation if the second number is 0."""
+    return x if isinstance(y, int) and y == 0 else x + y
 
 
 def is_float(x: Array) -> bool:
@@ -51,7 +59,9 @@ class Tile:
 
     def columns(self, x: Array, axis: int = 1) -> Array:
         """Returns this block of keys of an array."""
-        return lax.dynamic_slice_in_dim(x, self.start, self.p.sizes.keys, axis)
+        sizes = list(x.shape)
+        sizes[axis] = self.p.sizes.keys
+        return part(x, along(x.ndim, axis, self.start), sizes)
 
     def keys(self) -> Array:
         """Returns this block of k, [c, s, h]."""
@@ -76,27 +86,26 @@ class Tile:
         """Returns `into`, shaped as the operand, plus x [c, r, s] on its tile."""
         x = self.by_head(x)
         starts, sizes = self.p.place(AXES[name], into.shape, self.here)
-        old = lax.dynamic_slice(into, starts, sizes)
+        old = part(into, starts, sizes)
         apart = self.block.step.split_heads(old, at=1).shape
         over = tuple(i for i in range(5) if apart[i] == 1 and x.shape[i] > 1)
         new = x.sum(over, keepdims=True).reshape(sizes)
-        return lax.dynamic_update_slice(into, old + new, starts)
+        return with_part(into, old + new, starts)
 
-    def add_part(self, name: str, into: Array, part: Array) -> Array:
+    def add_part(self, name: str, into: Array, more: Array) -> Array:
         """Returns `into`, shaped as the operand, plus a sum shaped as its `part`."""
-        return self.p.added(name, into, part, self.here)
+        return self.p.added(name, into, more, self.here)
 
     def add_columns(self, into: Array, x: Array) -> Array:
         """Returns `into`, as `Step.columns` made it, plus x [c, h, s] here."""
         if self.block.step.turned is not None:
-            return lax.dynamic_update_slice_in_dim(
-                into, self.columns(into, 2) + x, self.start, 2
-            )
+            starts = along(into.ndim, 2, self.start)
+            return with_part(into, self.columns(into, 2) + x, starts)
         starts, sizes = self.p.place("bskh", into.shape, self.here)
         z = self.p.sizes
         x = x.reshape(z.some_b, z.some_heads, -1, z.keys).transpose(0, 3, 1, 2)
-        x = x.astype(into.dtype) + lax.dynamic_slice(into, starts, sizes)
-        return lax.dynamic_update_slice(into, x, starts)
+        x = x.astype(into.dtype) + part(into, starts, sizes)
+        return with_part(into, x, starts)
 
     def by_head(self, x: Array) -> Array:
         """Returns [c, r, s] as [b, k, g, t, s]."""
@@ -105,7 +114,7 @@ class Tile:
 
     def relative(self) -> Array:
         """Returns key position less query position, [b|1, 1, 1, t, s]."""
-        return self.s - self.block.t - self.block.step.offset
+        return self.s - plus(self.block.t, self.block.step.offset)
 
     def fresh(self) -> list[Array]:
         """Returns whether keys are new, not in the block before; None if all are."""
@@ -132,11 +141,11 @@ class Tile:
             return masks
         window = []
         if p.visibility.left is not None:
-            window.append(self.s >= p.visibility.first(self.block.t + step.offset))
+            window.append(self.s >= p.visibility.first(plus(self.block.t, step.offset)))
         if p.visibility.right is not None:
-            window.append(self.s <= p.visibility.last(self.block.t + step.offset))
+            window.append(self.s <= p.visibility.last(plus(self.block.t, step.offset)))
         if window:
-            inside = window[0] & window[-1]
+            inside = functools.reduce(operator.and_, window)
             if "prefix" in p.arrays:
                 inside = inside | (self.s < step.per_batch("prefix"))
             masks.append(inside)

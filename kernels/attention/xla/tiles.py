@@ -9,7 +9,8 @@ from jax import lax
 
 from rewriter.kernels.attention.xla.problem import Problem, loop
 from rewriter.kernels.attention.xla.sizes import number
-from rewriter.kernels.attention.xla.tile import Tile, least
+from rewriter.kernels.attention.xla.tile import Tile, least, plus
+from rewriter.kernels.shared.slices import part, quotient, remainder, with_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,10 +36,11 @@ class Step:
         per_b = number(z.heads // z.some_heads)
         n = z.some_heads * z.group
         self.p = p
+        entry, heads = quotient(at, per_b), remainder(at, per_b)
         self.here = {
-            "b": (at // per_b * z.some_b, z.some_b),
-            "k": (at % per_b * z.some_heads, z.some_heads),
-            "n": (at % per_b * n, n),
+            "b": (entry * z.some_b, z.some_b),
+            "k": (heads * z.some_heads, z.some_heads),
+            "n": (heads * n, n),
         }
         # Turned once for all blocks of rows, or tile by tile if there is but one.
         self.turned = None
@@ -47,7 +49,7 @@ class Step:
         self.places = self._ends_of_blocks() if "kv_positions" in p.arrays else None
         self.offset = p.shift
         if "offset" in p.arrays:
-            self.offset = self.offset + self.per_batch("offset")
+            self.offset = plus(self.per_batch("offset"), self.offset)
 
     def _ends_of_blocks(self) -> tuple[Array, Array] | None:
         """Returns the least and the greatest position of each block of keys.
@@ -94,8 +96,8 @@ class Step:
         z = self.p.sizes
         x = columns.reshape(z.some_b, z.some_heads, -1, z.s).transpose(0, 3, 1, 2)
         starts, sizes = self.p.place("bskh", into.shape, self.here)
-        x = x.astype(into.dtype) + lax.dynamic_slice(into, starts, sizes)
-        return lax.dynamic_update_slice(into, x, starts)
+        x = x.astype(into.dtype) + part(into, starts, sizes)
+        return with_part(into, x, starts)
 
     def per_batch(self, name: str) -> Array:
         """Returns an operand [b] as int32 [b, 1, 1, 1, 1]."""
@@ -172,15 +174,15 @@ class Block:
         if axes == "btne":
             rows = rows.swapaxes(1, 2)
         starts, _ = self.p.place(axes, into.shape, self.here)
-        return lax.dynamic_update_slice(into, rows.astype(into.dtype), starts)
+        return with_part(into, rows.astype(into.dtype), starts)
 
     def part(self, name: str) -> Array:
         """Returns these rows of an operand [b|1, n|1, t|1, 1]."""
         return self.step.split_heads(self.p.cut(name, self.here), at=1)
 
-    def add_part(self, name: str, into: Array, part: Array) -> Array:
+    def add_part(self, name: str, into: Array, more: Array) -> Array:
         """Returns `into`, shaped as the operand, plus a sum shaped as its `part`."""
-        return self.p.added(name, into, part, self.here)
+        return self.p.added(name, into, more, self.here)
 
     def bounds(self) -> tuple[Any, Any, Any]:
         """Returns the range of key blocks: start, end of the whole ones, end.
@@ -196,10 +198,10 @@ class Block:
         lowest = offset if isinstance(offset, int) else jnp.min(offset)
         highest = offset if isinstance(offset, int) else jnp.max(offset)
         if right is not None:
-            whole = seen.last(self.start + lowest) + 1
-            high = seen.last(self.start + number(z.rows) + highest)
+            whole = plus(seen.last(plus(self.start, lowest)), 1)
+            high = seen.last(plus(self.start + number(z.rows), highest))
         if left is not None:
-            low = seen.first(self.start + lowest)
+            low = seen.first(plus(self.start, lowest))
         if "prefix" in p.arrays and p.window != (None, None):
             low, high = 0, jnp.maximum(high, jnp.max(step.per_batch("prefix")))
         if "kv_lengths" in p.arrays:
@@ -207,9 +209,9 @@ class Block:
             whole = jnp.minimum(whole, jnp.min(lengths))
             high = jnp.minimum(high, jnp.max(lengths))
         s, keys = number(z.s), number(z.keys)
-        low = _clip(low, s) // keys
-        high = (_clip(high, s) + keys - 1) // keys
-        whole = least(_clip(whole, s) // keys, high)
+        low = quotient(_clip(low, s), keys)
+        high = quotient(_clip(high, s) + (keys - 1), keys)
+        whole = least(quotient(_clip(whole, s), keys), high)
         if step.places is not None:
             low, high = self._within_places(*step.places, low, high)
             whole = jnp.clip(whole, low, jnp.maximum(low, high))

@@ -80,9 +80,9 @@ def _in_a_loop(graph: Graph, value: int, depth: int) -> Interval | None:
     """The bounds of what a loop's body is given at each step."""
     if value in graph.slice_of:
         return interval(graph, graph.slice_of[value], depth)
-    if value not in graph.counters:
+    if value not in graph.counters.known:
         return None
-    first, step, length = graph.counters[value]
+    first, step, length = graph.counters.known[value]
     lo, hi = interval(graph, first, depth)
     last = step * max(length - 1, 0)
     return lo + min(last, 0), hi + max(last, 0)
