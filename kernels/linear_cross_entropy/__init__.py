@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rewriter.kernels.cross_entropy.sharding import sharding
-from rewriter.kernels.linear_cross_entropy import xla
+from rewriter.kernels.linear_cross_entropy import hopper, xla
 from rewriter.kernels.linear_cross_entropy.cost import cost
 from rewriter.kernels.linear_cross_entropy.reference import reference, sample
 from rewriter.ops.op import Op, Operand
@@ -34,4 +34,4 @@ OP = Op(
     sharding=sharding,
 )  # fmt: skip
 
-KERNELS = (xla.KERNEL,)
+KERNELS = (xla.KERNEL, hopper.KERNEL)

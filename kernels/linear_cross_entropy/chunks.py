@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,13 +35,17 @@ class Chunk:
         aligned: Classes are padded to a multiple of this, unless they are one of 8.
         rounded: Whether logits are held as the program rounds them, in the dtype of its
             product. Otherwise they are held in float32 or float64.
+        beside: Where losses and gradients are computed at once, logits may be held in
+            place of the weights' gradient, and these of so many more rows beside it. If
+            None, they are held for blocks of rows.
     """
 
-    budget: int = 1 << 25
+    budget: int = 1 << 24
     least: int = 64
     whole: bool = False
     aligned: int = 1
     rounded: bool = False
+    beside: int | None = None
 
 
 DEFAULT = Chunk()
@@ -55,6 +59,10 @@ products then take longer than adding up gradients of the weights."""
 SHARE = 32
 """The part of a device's memory that logits of a block may take for that."""
 
+TOO_MUCH = 16
+"""The part of a device's memory that gradients of the weights may take in float32, in
+which they are added up over blocks."""
+
 EVEN = 8
 """The sizes that products take without loss are multiples of this."""
 
@@ -62,16 +70,57 @@ COLUMNS = 8
 """The chunks of the gradients of a block whose logits are held, if not `whole`."""
 
 
+CHUNK = 1 << 27
+"""Bytes of the logits' cotangents of all rows that are held at once, where the logits
+are held in place of the weights' gradient."""
+
+
 def default(spec: Spec, device: Device) -> Chunk:
     """Returns the chunk for a CPU, or a larger one."""
     if device.platform == "cpu":
-        return DEFAULT
+        few = not spec.symbolic and _adds_up_often(spec)
+        return replace(DEFAULT, budget=2 * DEFAULT.budget) if few else DEFAULT
     if spec.symbolic:
         return LARGE
     wanted = ROWS * spec.shape("w")[-1] * item_of(spec)
     room = device.memory // SHARE or LARGE.budget
     budget = max(LARGE.budget, min(wanted, room))
-    return Chunk(budget, LARGE.least, LARGE.whole, LARGE.aligned, LARGE.rounded)
+    made = replace(LARGE, budget=budget)
+    added = 4 * math.prod(spec.shape("w"))
+    if device.memory and added > device.memory // TOO_MUCH and _may_be_in_place(spec):
+        return least_memory(spec, made)
+    return made
+
+
+def _adds_up_often(spec: Spec) -> bool:
+    """Whether a block has so few rows that adding up gradients of weights counts.
+
+    512 rows of 1024 and 32000 classes took 1.09 of XLA's time in blocks of 131 rows.
+    """
+    k, v = spec.shape("w")
+    return DEFAULT.budget // (4 * max(v, 1)) < k // 4
+
+
+def _may_be_in_place(spec: Spec) -> bool:
+    """Whether the gradient of the weights has room for some rows of logits."""
+    (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
+    alike = jnp.dtype(spec.dtype("w")).itemsize == item_of(spec)
+    return v % EVEN == 0 and math.prod(rows) >= k and alike
+
+
+def least_memory(spec: Spec, config: Chunk) -> Chunk:
+    """Returns a config with logits in place of the gradient of the weights.
+
+    As many rows are held beside it as an eighth of XLA's memory allows. XLA holds
+    logits twice in 16 bits and once in 32: 8 bytes each. Of an eighth, the cotangents
+    of rows in float32, and those of a chunk with its weights take a part.
+    """
+    (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
+    count = math.prod(rows)
+    size = of_cotangents(count, v, 2, config)
+    room = 0.93 * count * v - 4 * count * k - 2 * (count + 2 * k) * size
+    beside = int(room / (2 * v)) // 128 * 128
+    return replace(config, beside=max(0, min(beside, count - k)))
 
 
 def configs(spec: Spec, device: Device) -> list[Chunk]:
@@ -138,6 +187,12 @@ def equal(n: int, most: int) -> int:
 def of_held(classes: int, config: Chunk) -> int:
     """Classes of a chunk of logits that are held, to form gradients of."""
     return equal(classes, max(classes // COLUMNS, config.least))
+
+
+def of_cotangents(count: int, classes: int, itemsize: int, config: Chunk) -> int:
+    """Classes of a chunk whose cotangents of all rows are held, beside all logits."""
+    most = min(config.budget, CHUNK) // itemsize // max(count, 1)
+    return equal(classes, max(most, min(config.least, classes)))
 
 
 def flat(x: jax.Array, labels: jax.Array, **more: jax.Array) -> Rows:

@@ -11,6 +11,12 @@ rows, k, v                            model and measured on an H100; ms
 8192 4096 128256    with gradients    xla 42   42    memory_bounded 41   43
 32768 2560 128256   with gradients    xla 113  116   memory_bounded 108  107
 8192 4096 128256    forward           xla 14   14    memory_bounded 14   14
+
+                                      hopper
+8192 768 50257      with gradients    3.7  3.6
+8192 4096 128256    with gradients    40   42
+32768 2560 128256   with gradients    103  106
+32768 2560 128256   forward           36   35
 """
 
 from __future__ import annotations
@@ -28,6 +34,9 @@ from rewriter.ops.kernel import Spec
 
 READS = {"forward": 2, "vjp": 3, "forward_and_vjp": 3}
 """How often logits are read."""
+
+READS_HOPPER = {"forward": 1, "vjp": 3, "forward_and_vjp": 1}
+"""How often a kernel reads them from memory that takes a row at a time."""
 
 ADDED = 2
 """Bytes for each weight and block whose gradients are added up: most of the 8 that pass
@@ -50,6 +59,19 @@ def margin(spec: Spec, device: Device, passes: str) -> float | None:
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """Returns the seconds of ``"xla"`` and ``"memory_bounded"``."""
+    return _estimate(spec, device, passes, {"memory_bounded": READS})
+
+
+def estimate_hopper(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns these, and the seconds of ``"hopper"``."""
+    ways = {"memory_bounded": READS, "hopper": READS_HOPPER}
+    return _estimate(spec, device, passes, ways)
+
+
+def _estimate(
+    spec: Spec, device: Device, passes: str, ways: Mapping[str, Mapping[str, float]]
+) -> Mapping[str, float]:
+    """The seconds of XLA, and of blocks by how often they read logits."""
     shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
     work = cost(shapes, dtypes, params, passes)
     (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
@@ -71,20 +93,22 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     )  # fmt: skip
     held = chunks.whole_rows(count, padded, size, config)
     blocks = -(-count // max(held, 1)) if held else 1
-    flops = work.flops * padded / v
+    flops, again = work.flops * padded / v, 0
     if gradients and not held:
-        flops *= 4 / 3  # logits are computed again
-        touched += 2
+        flops, again = flops * 4 / 3, 2  # logits are computed again
     weights = float(k) * padded
     sums = ADDED * weights * blocks * (gradients and blocks > 1)
     copied = 2 * item(spec, "w") * weights * (1 + gradients) * (padded != v)
     block = logits / max(blocks, 1) * size * (1 + gradients)
-    loop = seconds(
-        device, flops, idle + touched * size * logits + sums + copied,
-        compute=0.97 * PRODUCTS, item=size, launches=LAUNCHES * blocks,
-        temporary=block + 4 * weights * (sums > 0),
-    )  # fmt: skip
-    return {"xla": xla, "memory_bounded": loop}
+    found = {"xla": xla}
+    for name, reads in ways.items():
+        passing = (1 + reads[passes] + gradients + again) * size * logits
+        found[name] = seconds(
+            device, flops, idle + passing + sums + copied,
+            compute=0.97 * PRODUCTS, item=size, launches=LAUNCHES * blocks,
+            temporary=block + 4 * weights * (sums > 0),
+        )  # fmt: skip
+    return found
 
 
 def _slower(k: int, v: int, gradients: bool) -> float:

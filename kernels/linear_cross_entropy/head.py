@@ -55,7 +55,10 @@ class Head:
 
     def before(self, end: int) -> Head:
         """The same without logits of the classes from some number on."""
-        least = end if self.end is None else jnp.minimum(end, self.end)
+        if self.end is None:
+            return dataclasses.replace(self, end=end)
+        known = isinstance(self.end, int)
+        least = min(end, self.end) if known else jnp.minimum(end, self.end)
         return dataclasses.replace(self, end=least)
 
     def chunk(self, start: Any, size: int) -> Head:
@@ -108,11 +111,22 @@ class Head:
             dtypes: The dtype of each result, by its name.
         """
         sums = {} if self.bias is None else {"bias": d.sum(0).astype(dtypes["bias"])}
-        d = (d * self.scale if self.scale != 1 else d).astype(self.narrow)
+        d = d * self.scale if self.scale != 1 else d
+        return self.back_of_narrow(x, d.astype(self.narrow), dtypes) | sums
+
+    def back_of_narrow(
+        self, x: jax.Array, d: jax.Array, dtypes: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
+        """Cotangents of rows and weights, from those of the product.
+
+        Args:
+            x: The rows, [n, k].
+            d: The cotangents, [n, v], narrow and with the scale.
+            dtypes: The dtype of each result, by its name.
+        """
         return {
             "x": self._dot(d, self.w.astype(self.narrow), (1, 1), dtypes["x"]),
             "w": self._dot(x.astype(self.narrow), d, (0, 0), dtypes["w"]),
-            **sums,
         }
 
     def _dot(

@@ -10,6 +10,8 @@ memory. Where the cotangent is known first, `together` computes the logits once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,11 +25,16 @@ from rewriter.kernels.cross_entropy.xla import (
     known_outside,
     labels_of,
 )
-from rewriter.kernels.linear_cross_entropy import chunks
+from rewriter.kernels.linear_cross_entropy import chunks, in_place
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.estimate import estimate, margin
 from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.kernels.linear_cross_entropy.memory import temporary
+from rewriter.kernels.linear_cross_entropy.reduced import (
+    Reduced,
+    of_product,
+    reduced,
+)
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.sizes import size_text
@@ -76,6 +83,25 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     return no("small", f"logits of {size_text(size)} are so small that XLA is as fast")
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What is done with the product [n, v] of a block of rows.
+
+    Attributes:
+        reduced: Gives log-sum-exps, picked logits and sums of logits, as `of_product`.
+        gradients: ``gradients(head, loss, known)`` gives losses and cotangents of the
+            product with the scale, in the head's narrow dtype. `known` has of each row:
+            classes, cotangent and product. None if they are computed from the former.
+    """
+
+    reduced: Callable[[Head, jax.Array, jax.Array], Reduced] = of_product
+    gradients: Callable[[Head, Loss, Rows], tuple[jax.Array, jax.Array]] | None = None
+
+
+PLAIN = Steps()
+"""By XLA."""
+
+
 def forward(
     *,
     x: jax.Array,
@@ -86,12 +112,14 @@ def forward(
     out_dtype: str | None = None,
     residuals: bool = False,
     config: Chunk | None = None,
+    steps: Steps = PLAIN,
     **how: Any,
 ) -> Any:
     """Returns the losses, and with `residuals` the log-sum-exps.
 
     Args:
         config: The chunk.
+        steps: What is done with the products of a block.
         **how: Parameters of the op, as in `reference`.
     """
     config = config or chunks.DEFAULT
@@ -100,7 +128,10 @@ def forward(
 
     def block(part: Rows, _: None) -> tuple[None, Rows]:
         classes = loss.labels(part["labels"])
-        lse, picked, total = _reduced(head, part["x"], classes, columns)
+        if columns == head.w.shape[1]:
+            lse, picked, total = steps.reduced(head, head.product(part["x"]), classes)
+        else:
+            lse, picked, total = reduced(head, part["x"], classes, columns)
         lse = loss.total(lse)
         value = loss.value(lse, picked, total, classes)
         return None, {"out": value.astype(out_dtype or value.dtype), "lse": lse}
@@ -148,42 +179,6 @@ def _sizes(head: Head, x: jax.Array, config: Chunk) -> tuple[int, int]:
     if rows:
         return rows, classes
     return chunks.cut(count, classes, size, config)
-
-
-Reduced = tuple[jax.Array, jax.Array, jax.Array]
-"""Log-sum-exps, picked logits and sums of logits, each [n]."""
-
-
-def _of_product(head: Head, product: jax.Array, labels: jax.Array) -> Reduced:
-    """What is reduced over the classes of rows, given their product [n, v]."""
-    y = head.logits(product)
-    picked = jnp.where(head.hits(labels), y, 0).sum(1)
-    return jax.nn.logsumexp(y, axis=1), picked, head.total(y)
-
-
-def _reduced(head: Head, x: jax.Array, labels: jax.Array, columns: int) -> Reduced:
-    """The same of rows [n, k], over chunks of classes."""
-    if columns == head.w.shape[1]:
-        return _of_product(head, head.product(x), labels)
-
-    def step(start: Any, size: int, carry: Any) -> Any:
-        top, weight, picked, total = carry
-        some = head.chunk(start, size)
-        y = some.logits(some.product(x))
-        new = jnp.maximum(top, y.max(1))
-        shift = jnp.where(jnp.isfinite(new), new, 0)
-        kept = jnp.where(weight == 0, 0, weight * jnp.exp(top - shift))
-        weight = kept + jnp.exp(y - shift[:, None]).sum(1)
-        picked = picked + jnp.where(some.hits(labels), y, 0).sum(1)
-        return new, weight, picked, total + some.total(y)
-
-    zero = jnp.zeros(x.shape[:1], head.wide)
-    carry = (jnp.full_like(zero, -jnp.inf), zero, zero, zero)
-    top, weight, picked, total = chunks.over_chunks(
-        step, carry, head.w.shape[1], columns
-    )
-    lse = jnp.log(weight) + jnp.where(jnp.isfinite(top), top, 0)
-    return lse, picked, total
 
 
 def backward(
@@ -301,17 +296,26 @@ def together(
     first: jax.Array | None = None,
     out_dtype: str | None = None,
     config: Chunk | None = None,
+    steps: Steps = PLAIN,
     **how: Any,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the losses and all cotangents, from logits that are computed once.
 
     It holds all logits of a block of rows. Where the budget is too small for that it is
     `forward` and `backward`.
+
+    Args:
+        steps: What is done with the products of a block.
     """
     config = config or chunks.DEFAULT
     head, loss = _head_and_loss(x, w, bias, first, config, **how)
     count, classes = math.prod(x.shape[:-1]), head.w.shape[1]
     size = jnp.dtype(head.held).itemsize
+    if config.beside is not None and in_place.takes(head, count, w.shape[1]):
+        parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
+        out, dx, sums = in_place.together(head, loss, parts, config, steps)
+        out = _by_row(out, labels).astype(out_dtype or head.wide)
+        return out, _like(x, w, bias, dx, sums)
     rows = chunks.whole_rows(count, classes, size, config)
     if not rows:
         own = {"x": x, "w": w, "labels": labels, "bias": bias, "first": first,
@@ -324,11 +328,17 @@ def together(
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
         product, picks = head.product(part["x"]), loss.labels(part["labels"])
-        lse, picked, total = _of_product(head, product, picks)
+        known = part | {"classes": picks, "product": product}
+        if steps.gradients is not None and columns == classes:
+            value, d = steps.gradients(head, loss, known)
+            dtypes = {"x": x.dtype} | {n: s.dtype for n, s in sums.items()}
+            found = head.back_of_narrow(part["x"], d, dtypes)
+            sums = {n: s + found[n] if added else found[n] for n, s in sums.items()}
+            return sums, {"x": found["x"], "out": value}
+        lse, picked, total = steps.reduced(head, product, picks)
         lse = loss.total(lse)
         value = loss.value(lse, picked, total, picks)
-        known = part | {"lse": lse, "classes": picks, "product": product}
-        sums, found = _gradients(head, loss, known, sums, columns, added)
+        sums, found = _gradients(head, loss, known | {"lse": lse}, sums, columns, added)
         return sums, found | {"out": value}
 
     parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))

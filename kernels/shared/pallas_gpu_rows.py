@@ -5,7 +5,7 @@ A warpgroup has an array of ``128 * vector`` columns, `vector` neighbours in eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from jaxlib.mlir.dialects import memref as memory
 
 if TYPE_CHECKING:
     from jax import Array
+
+Join = Callable[[Any, Any], Any]
+"""Joins two numbers: their sum, or the larger one."""
 
 LANES = 128
 """Lanes of a warpgroup: four warps of 32."""
@@ -94,6 +97,18 @@ def row_sums(values: Sequence[Array], shared: Any, warpgroups: int) -> list[Arra
             the last call's, since a warp may still read that.
         warpgroups: Warpgroups of a team.
     """
+    return _over_team(values, shared, warpgroups, arith.addf)
+
+
+def row_maxima(values: Sequence[Array], shared: Any, warpgroups: int) -> list[Array]:
+    """Returns the largest number of each array, NaN if one is, as `row_sums` does."""
+    return _over_team(values, shared, warpgroups, arith.maximumf)
+
+
+def _over_team(
+    values: Sequence[Array], shared: Any, warpgroups: int, join: Join
+) -> list[Array]:
+    """Joins the numbers of each array over all columns of a team."""
     layout = spread(values[0].shape[0])
     number = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT)
 
@@ -104,9 +119,10 @@ def row_sums(values: Sequence[Array], shared: Any, warpgroups: int) -> list[Arra
     def emit(context: Any, *given: Any) -> Any:
         del context
         *arrays, shared = given
-        _share([_over_registers(x) for x in arrays], shared, warpgroups)
+        parts = [_over_registers(x, join) for x in arrays]
+        _share(parts, shared, warpgroups, join)
         _wait_for_team(warpgroups)
-        return tuple(_total(shared, i) for i in range(len(arrays)))
+        return tuple(_total(shared, i, join) for i in range(len(arrays)))
 
     return list(emit(*values, shared))
 
@@ -131,17 +147,17 @@ def _of_lane(memory: ir.Value) -> tuple[ir.Value, ir.Type, int]:
     return place, ir.VectorType.get((vector,), kind.element_type), min(size, 16)
 
 
-def _over_registers(array: Any) -> ir.Value:
-    """The sum of a lane's columns of an array: float32."""
+def _over_registers(array: Any, join: Join) -> ir.Value:
+    """A lane's columns of an array, joined: float32."""
     parts = []
     for register in array.registers.flat:
         size = ir.VectorType(register.type).shape[0]
         parts += [_element(register, i) for i in range(size)]
-    return _summed(parts)
+    return _joined(parts, join)
 
 
-def _total(shared: ir.Value, index: int) -> Any:
-    """The sum of a row of shared memory, the same number in all lanes."""
+def _total(shared: ir.Value, index: int, join: Join) -> Any:
+    """A row of shared memory, joined: the same number in all lanes."""
     width = ir.MemRefType(shared.type).shape[1]
     number = ir.F32Type.get()
     kind, start = ir.VectorType.get((4,), number), utils.memref_ptr(shared)
@@ -150,13 +166,13 @@ def _total(shared: ir.Value, index: int) -> Any:
         place = utils.getelementptr(start, [index * width + first], number)
         four = llvm.load(kind, place, alignment=16)
         parts += [_element(four, i) for i in range(4)]
-    return mgpu.FragmentedArray.splat(_summed(parts), (), is_signed=None)
+    return mgpu.FragmentedArray.splat(_joined(parts, join), (), is_signed=None)
 
 
-def _summed(parts: list[ir.Value]) -> ir.Value:
-    """The sum of numbers, neighbours first."""
+def _joined(parts: list[ir.Value], join: Join) -> ir.Value:
+    """Numbers joined to one, neighbours first."""
     while len(parts) > 1:
-        paired = [arith.addf(a, b) for a, b in zip(parts[::2], parts[1::2])]  # noqa: B905
+        paired = [join(a, b) for a, b in zip(parts[::2], parts[1::2])]  # noqa: B905
         parts = paired + parts[2 * len(paired) :]
     return parts[0]
 
@@ -167,8 +183,10 @@ def _element(value: ir.Value, index: int) -> ir.Value:
 
 
 # ------------------------------------------------------------------- over a warp
-def _share(parts: list[ir.Value], shared: ir.Value, warpgroups: int) -> None:
-    """Writes the sums over a warp of several numbers to its column of shared memory.
+def _share(
+    parts: list[ir.Value], shared: ir.Value, warpgroups: int, join: Join
+) -> None:
+    """Writes what `join` makes of several numbers over a warp: a column of `shared`.
 
     In each round, half of the lanes continue with one half of the numbers, the others
     with the other half. So n numbers take n - 1 exchanges and log2(32 / n) more, not 5
@@ -189,7 +207,7 @@ def _share(parts: list[ir.Value], shared: ir.Value, warpgroups: int) -> None:
         else:
             kept = sent = parts
         got = [_exchanged(x, distance) for x in sent]
-        parts = [arith.addf(a, b) for a, b in zip(kept, got, strict=True)]
+        parts = [join(a, b) for a, b in zip(kept, got, strict=True)]
         distance //= 2
     warp = arith.remui(arith.shrui(thread, _integer(5)), _integer(4 * warpgroups))
     index = ir.IndexType.get()

@@ -21,7 +21,7 @@ class Loss:
         v: The index of the classes.
         logits: The form of the logits over both, before a soft cap.
         soft_cap: The bound of the logits; 0 for none.
-        label: The leaf that holds each row's label.
+        labels: The form of each row's label, an array or the row's own number.
         times: What the loss of each row is multiplied by: a number, and perhaps weights
             of rows.
         params: Parameters of the op.
@@ -31,7 +31,7 @@ class Loss:
     v: int
     logits: Poly
     soft_cap: float
-    label: int
+    labels: Poly
     times: Poly
     params: Mapping[str, Any]
 
@@ -51,8 +51,13 @@ def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
     bound, inner = _capped(alg, logits)
     if alg.ids(logits) - {v} - set(rows):
         raise Refused("axes", "an axis of the logits is not one of the loss", score=0.3)
-    picks = _Picks(alg, form, total)
-    label, outside = picks.label()
+    diagonal = _diagonal(alg, form, rows, v, logits)
+    if diagonal:
+        labels, form, outside = *diagonal, "nan"
+        picks = _Picks(alg, form, total)
+    else:
+        picks = _Picks(alg, form, total)
+        labels, outside = picks.labels(v)
     parts = picks.parts(bound)
     own, alike = parts["label"], parts["alike"]
     factor = own + alike if own else alike
@@ -78,7 +83,28 @@ def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
         if number:
             params[name] = number
     times = {(TRUE, weights): factor}
-    return Loss(rows, v, inner, abs(bound), label, times, params)
+    return Loss(rows, v, inner, abs(bound), labels, times, params)
+
+
+def _diagonal(
+    alg: Algebra, form: Poly, rows: tuple[int, ...], v: int, logits: Poly
+) -> tuple[Poly, Poly] | None:
+    """(labels, rest) of a form in which each row's own number is its label.
+
+    So are the losses of pairs, whose similarities have the right pairs on the diagonal.
+    The rest is the form without the picked logits.
+    """
+    for row in rows:
+        if alg.sizes[row] > alg.sizes[v]:
+            continue
+        picked, _ = alg.split_constant(alg.subst(logits, {v: row}))[::-1]
+        if not picked or any(key not in form for key in picked):
+            continue
+        key, c = next(iter(picked.items()))
+        rest = alg.add(form, alg.scale(picked, -form[key] / c))
+        if not any(key in rest for key in picked):
+            return alg.iota(row), rest
+    return None
 
 
 def _weights(alg: Algebra, form: Poly, total: int) -> Monomial:
@@ -177,24 +203,40 @@ class _Picks:
     def __init__(self, alg: Algebra, form: Poly, total: int):
         self.alg, self.form, self.total = alg, form, total
 
-    def label(self) -> tuple[int, str]:
-        """The leaf that holds labels, and what labels pick that are no class."""
+    def labels(self, v: int) -> tuple[Poly, str]:
+        """The labels, and what labels pick that are no class.
+
+        Args:
+            v: The index of the classes.
+        """
         alg = self.alg
-        found: set[tuple[int, str]] = set()
+        found: dict[tuple[Any, str], Poly] = {}
         fills = False
         for _, mono in self.form:
             for a, _ in mono:
                 fills |= _is_fill(alg, a)
                 if alg.kind(a) == "sum" and alg.defs[a][2] != TRUE and alg.defs[a][3]:
-                    found.add(self._label_of(alg.defs[a][2]))
+                    label, outside = self._label_of(alg.defs[a][2], alg.defs[a][1])
+                    found[tuple(sorted(label.items())), outside] = label
         if len(found) != 1:
             text = "several arrays of labels pick logits"
             if not found:
                 text = "the targets are no labels that pick one logit of each row"
-            score = 0.5 if found else 0.2 if self._of_own_chances() else 0.3
+            targets = self._has_targets() and not self._of_own_chances()
+            score = 0.5 if found else 0.3 if targets else 0.2
             raise Refused("labels", text, score=score, difference=alg.show(self.form))
-        ((label, outside),) = found
+        (((_, outside), label),) = found.items()
         return label, "nan" if fills else outside
+
+    def _has_targets(self) -> bool:
+        """Whether something besides the logits is summed, as soft targets are."""
+        alg = self.alg
+        sums = [a for _, m in self.form for a, _ in m if alg.kind(a) == "sum"]
+        if any(alg.kind(a) != "leaf" for s in sums for a, _ in alg.defs[s][3]):
+            return True
+        own = alg.poly_leaves(alg.thaw(alg.defs[self.total][1]))
+        every = alg.poly_leaves(self.form)
+        return bool({alg.defs[a][1] for a in every} - {alg.defs[a][1] for a in own})
 
     def _of_own_chances(self) -> bool:
         """Whether the rows' own probabilities are multiplied, as in an entropy."""
@@ -202,9 +244,13 @@ class _Picks:
         own = {a for _, mono in inner for a, _ in mono}
         return any(a in own and e < 0 for _, mono in self.form for a, e in mono)
 
-    def _label_of(self, flag: int) -> tuple[int, str]:
+    def _label_of(self, flag: int, names: Any) -> tuple[Poly, str]:
+        """The label of a sum over `names` of what a condition picks."""
         alg = self.alg
         literals, table = alg.bools[flag]
+        label = self._own_number(literals, table, names)
+        if label:
+            return label, "zero"
         equal = [a for a in literals if alg.kind(a) == "eq"]
         others = {alg.kind(a) for a in literals if a not in equal}
         plain = not others and table == 0b10
@@ -219,7 +265,34 @@ class _Picks:
                 atoms = [a for (_, m), _ in inner for a, _ in m]
         if len(atoms) != 1 or alg.kind(atoms[0]) != "leaf":
             raise Refused("labels", "labels are not an array of integers", score=0.4)
-        return atoms[0], outside
+        return alg.of_atom(atoms[0]), outside
+
+    def _own_number(self, literals: Any, table: int, names: Any) -> Poly | None:
+        """The row's number i of the condition j = i on the summed index j.
+
+        That is ``i - j >= 0`` without ``i - j - 1 >= 0``, or with i and j swapped.
+        """
+        alg = self.alg
+        if len(literals) != 2 or {alg.kind(a) for a in literals} != {"ge"}:
+            return None
+        forms = [alg.thaw(alg.defs[a][1]) for a in literals]
+        if table not in (0b0010, 0b0100):
+            return None
+        holds, fails = forms if table == 0b0010 else forms[::-1]
+        if alg.add(holds, fails, -1.0) != alg.const(1.0):
+            return None
+        for index in (a for _, mono in holds for a, _ in mono):
+            if alg.kind(index) != "iota" or alg.defs[index][1] in names:
+                continue
+            for name in names:
+                apart = alg.add(alg.of_atom(index), alg.iota(name), -1.0)
+                if holds in (apart, alg.scale(apart, -1.0)):
+                    return alg.of_atom(index)
+        return None
+
+    def _is_number(self, atom: int) -> bool:
+        """Whether an atom is a single number that the program computes."""
+        return self.alg.kind(atom) == "leaf" and not self.alg.free(atom)
 
     def parts(self, shift: float) -> dict[str, float]:
         """Numbers of the log-sum-exp, of the label's, of its square, and of a fill.
@@ -235,6 +308,8 @@ class _Picks:
             powers = dict(mono)
             power = powers.pop(self.total, 0)
             others = tuple(powers.items())
+            if not power:  # a picked logit may have a temperature
+                others = tuple(f for f in others if not self._is_number(f[0]))
             known = flag == TRUE and len(others) <= 1
             if known and power == 1 and not others:
                 out["alike"] += c

@@ -35,9 +35,12 @@ def logits_operand(alg: Algebra, loss: Loss) -> dict[str, Operand]:
 
 def _labels(alg: Algebra, loss: Loss) -> Operand:
     """Each row's label."""
-    if alg.free(loss.label) - set(loss.rows):
+    if alg.ids(loss.labels) - set(loss.rows):
         raise Refused("labels", "an axis of the labels is not one of the loss")
-    return operand(alg.of_atom(loss.label), *((i,) for i in loss.rows))
+    ((_, mono),) = loss.labels
+    own = any(alg.kind(a) == "iota" for a, _ in mono)
+    rows = [(i,) for i in loss.rows]
+    return operand(loss.labels, *rows, dtype="int32" if own else None)
 
 
 def linear_operands(
@@ -88,10 +91,12 @@ def _factors(
     atom = _contraction(alg, (TRUE, mono))
     k, flag, inner = alg.open_sum(atom)
     leaves = [f for f in inner if alg.kind(f[0]) == "leaf"]
-    if flag != TRUE or len(leaves) != len(inner) or len(mono) != 1:
+    more = tuple(f for f in mono if f[0] != atom)
+    plain = len(leaves) == len(inner) and not alg.term_ids(TRUE, more)
+    if flag != TRUE or not plain:
         raise Refused("logits", "the product has further factors", score=0.4)
     w = tuple(f for f in inner if loss.v in alg.free(f[0]))
-    x = tuple(f for f in inner if f not in w)
+    x = (*(f for f in inner if f not in w), *more)
     if not w or not x:
         raise Refused("logits", "the logits are no product with weights", score=0.3)
     if alg.term_ids(TRUE, w) & set(loss.rows):

@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.algebra.canonicalize import is_pick, values_named
+from rewriter.algebra.canonicalize import LOCAL, is_pick, values_named
 from rewriter.algebra.canonicalize.constants import affine_constant
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder
@@ -40,6 +40,11 @@ MOVES = frozenset({
 })  # fmt: skip
 OF_BOTH = frozenset({"labels", "terms", "total", "masked", "budget", "rows"})
 """Reasons that have nothing to do with the product: they are told once."""
+
+COLLECTIVES = frozenset({"psum", "psum2", "psum_invariant"})
+"""Sums over devices, by the names that versions of JAX give them."""
+
+WHOLE = "write the loss of whole arrays, and split the weights by their sharding"
 
 MOST = 24
 """Values below the logarithm that are read."""
@@ -84,6 +89,13 @@ def _readings(
     if not jnp.issubdtype(g.dtype(anchor.outs[0]), jnp.floating):
         return
     if not _is_total(find, anchor):
+        if op == GIVEN and _is_split(find, anchor):
+            text = (
+                "the program adds up its parts of the classes by collectives of its own"
+            )
+            find.missed(
+                LINEAR, anchor, Refused("split", text, score=0.6, suggestion=WHOLE)
+            )
         return
     miss: Refused | None = None
     for value in _losses(find, anchor):
@@ -110,6 +122,14 @@ def _is_total(find: Finder, anchor: Node) -> bool:
     """Whether a logarithm is one of a sum of exponentials."""
     sums = find.regions.above(anchor.ins[0], frozenset({"reduce_sum"}))
     return any(find.regions.above(n.ins[0], EXPONENTIALS) for n in sums)
+
+
+def _is_split(find: Finder, anchor: Node) -> bool:
+    """Whether a logarithm is one of such a sum over devices."""
+    return any(
+        find.regions.above(n.ins[0], frozenset({"reduce_sum"}))
+        for n in find.regions.above(anchor.ins[0], COLLECTIVES)
+    )
 
 
 def _losses(find: Finder, anchor: Node) -> list[int]:
@@ -144,7 +164,7 @@ def _read(
     above = _above(find, value)
     ev = find.evaluator(
         value,
-        names={v: v for v in above.labels},
+        names={v: v for v in (*above.labels, *above.numbers)},
         inside=products | above.picks | above.sums,
         full_sides=frozenset((v, k) for v in above.sums for k in (0, 1)),
         picked_fills=True,
@@ -163,8 +183,9 @@ def _read(
     if op == LINEAR:
         operands, more = linear_operands(find.algebra, loss)
         params |= more
+        operands["x"] = _of_own_dtype(find, operands["x"])
         dtype = _dtype_of(find, products)
-        if dtype != _dtype_of(find, _values(find, operands["x"], operands["w"])):
+        if dtype != _dtype_of(find, _arrays(find, operands["x"], operands["w"])):
             params["logits_dtype"] = str(dtype)
     else:
         operands = logits_operand(find.algebra, loss)
@@ -193,6 +214,28 @@ def _dtype_of(find: Finder, values: Iterable[int]) -> Any:
     return jnp.result_type(*{find.graph.dtype(v) for v in values})
 
 
+def _of_own_dtype(find: Finder, rows: Operand) -> Operand:
+    """Rows, in their own dtype also after they are multiplied by a number.
+
+    Raises:
+        Refused: If they would overflow for usual numbers.
+    """
+    arrays = _arrays(find, rows)
+    if arrays == _values(find, rows):
+        return rows
+    dtype = _dtype_of(find, arrays)
+    if dtype == jnp.float16:
+        text = "a number that the program computes may be too large for float16 rows"
+        raise Refused("dtype", text, score=0.8)
+    return dataclasses.replace(rows, dtype=dtype)
+
+
+def _arrays(find: Finder, *operands: Operand) -> set[int]:
+    """The program's arrays that operands are made of, without single numbers."""
+    found = _values(find, *operands)
+    return {v for v in found if find.graph.shape(v) != ()} or found
+
+
 def _values(find: Finder, *operands: Operand) -> set[int]:
     """The program's values that operands are made of."""
     leaves = set().union(*(o.leaves(find.algebra) for o in operands))
@@ -207,11 +250,13 @@ class _Above:
         picks: Entries that are taken of rows.
         sums: Contractions that sum a product of two arrays over each row.
         labels: Integers that say which entries are taken, or are hot.
+        numbers: Single floats that the program computes, such as a temperature.
     """
 
     picks: frozenset[int]
     sums: frozenset[int]
     labels: frozenset[int]
+    numbers: frozenset[int]
 
 
 def _above(find: Finder, value: int) -> _Above:
@@ -220,9 +265,14 @@ def _above(find: Finder, value: int) -> _Above:
     picks: set[int] = set()
     sums: set[int] = set()
     labels: set[int] = set()
+    numbers: set[int] = set()
     while queue and len(seen) < 200:
-        node = g.node_of(queue.pop(0))
+        at = queue.pop(0)
+        node = g.node_of(at)
         if node is None:
+            continue
+        if g.shape(at) == () and _is_computed(find, at):
+            numbers.add(at)
             continue
         ins = node.ins
         if is_pick(node):
@@ -240,7 +290,13 @@ def _above(find: Finder, value: int) -> _Above:
         new = [i for i in ins if i not in seen and i not in g.constants]
         seen.update(new)
         queue += new
-    return _Above(*map(frozenset, (picks, sums, labels)))
+    return _Above(*map(frozenset, (picks, sums, labels, numbers)))
+
+
+def _is_computed(find: Finder, value: int) -> bool:
+    """Whether a single float is not known before the program runs."""
+    floating = jnp.issubdtype(find.graph.dtype(value), jnp.floating)
+    return floating and find.number(value) is None
 
 
 def _of_logs(find: Finder, pick: int) -> bool:
@@ -287,11 +343,9 @@ def _is_position(find: Finder, value: int, depth: int = 8) -> bool:
     )
 
 
-STEPS = (Step(EXPONENTIALS), Step(frozenset({"log"})))
+STEPS = (Step(EXPONENTIALS, LOCAL | COLLECTIVES), Step(frozenset({"log"})))
 LABELLED = frozenset({"gather", "eq"})
 PATTERN = ReaderPattern(
     LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED, of_rows=True
 )
-GIVEN_LOGITS = ReaderPattern(
-    GIVEN, ANCHORS, propose_given, STEPS, either=LABELLED, of_rows=True
-)
+GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS, of_rows=True)

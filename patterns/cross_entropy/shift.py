@@ -153,4 +153,5 @@ def _chosen(which: float, cases: list[float], number: float) -> float:
 
 
 def _is_of_rows(find: Finder, node: Node, rows: list[int]) -> bool:
-    return [n for n in find.graph.shape(node.outs[0]) if n != 1] == rows
+    """Whether a maximum is one over each row; heads may come in another order."""
+    return sorted(n for n in find.graph.shape(node.outs[0]) if n != 1) == sorted(rows)

@@ -22,6 +22,7 @@ from rewriter.measure.programs import Task
 from rewriter.program.equal_constants import once
 from rewriter.program.joined_sums import join
 from rewriter.program.made_inside import make_inside
+from rewriter.program.platform_conds import settle
 from rewriter.program.propagation import Placement
 from rewriter.program.sums_of_rows import split
 from rewriter.rewrite.rewritten import Rewritten
@@ -228,8 +229,9 @@ def _initial_program(
     from rewriter.patterns.sets import in_force
 
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
-    patterns = tuple(for_platform(possible(closed_jaxpr, patterns), config))
-    start = make_inside(once(closed_jaxpr)) if patterns else closed_jaxpr
+    settled = settle(closed_jaxpr)
+    patterns = tuple(for_platform(possible(settled, patterns), config))
+    start = make_inside(once(settled)) if patterns else closed_jaxpr
     if any(p.of_rows for p in patterns):
         start = start if config.numerics == "strict" else join(start)
         start = split(start)

@@ -74,10 +74,11 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, default=len(SHAPES))
     parser.add_argument("--gpu", action="store_true", help="shapes for a GPU")
     parser.add_argument("--small", action="store_true", help="to try that on a CPU")
+    parser.add_argument("--parts", action="store_true", help="of the loss, on a GPU")
     parser.add_argument("--seconds", type=float, default=150.0, help="to begin shapes")
     given = parser.parse_args()
     if given.gpu:
-        own = given.small, given.seconds, given.write, given.pairs
+        own = given.small, given.seconds, given.write, given.pairs, given.parts
         return vocabulary_loss_gpu.main(*own)
     rows = []
     for shape in SHAPES[: given.shapes]:

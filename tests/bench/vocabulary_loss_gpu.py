@@ -1,12 +1,12 @@
 """The loss over a vocabulary and its gradients on a GPU: as written, and in blocks.
 
-  python3 -m tests.bench.vocabulary_loss --gpu [--small] [--seconds N] [--write]
+  python3 -m tests.bench.vocabulary_loss --gpu [--small] [--parts] [--write]
 
 For each shape: the program as XLA has it, a scan over checkpointed rows by hand, our
 kernel with several configs, and what `optimize` makes of the program. Figures are
 milliseconds of a call (median, by the wall clock, with the device waited for) and XLA's
 temporary memory. The others are the distance of the gradients from those as written,
-and the kernels that take most time. The parts of it are timed by themselves: products
+and the kernels that take most time. With ``--parts`` its parts are timed, too: products
 with aligned and unaligned classes, and log-sum-exps in two passes or one.
 """
 
@@ -20,6 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,8 +29,10 @@ from jax import lax
 
 import rewriter
 from rewriter import _jax
-from rewriter.kernels.linear_cross_entropy import chunks, xla
+from rewriter.kernels.linear_cross_entropy import chunks, hopper, xla
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk
+from rewriter.ops.kernel import spec_of
+from rewriter.ops.registry import registry
 from tests.bench import record
 
 Shape = tuple[int, int, int]
@@ -56,6 +59,17 @@ def tied(x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
     return loss(x, table.T, labels)
 
 
+def spec_of_loss(shape: Shape) -> Any:
+    """The use of the op that the loss is."""
+    n, k, v = shape
+    like = {
+        "x": jax.ShapeDtypeStruct((n, k), "bfloat16"),
+        "w": jax.ShapeDtypeStruct((k, v), "bfloat16"),
+        "labels": jax.ShapeDtypeStruct((n,), "int32"),
+    }
+    return spec_of(registry().op("linear_cross_entropy"), like, {})
+
+
 def by_hand(rows: int) -> Program:
     """The same over checkpointed blocks of rows."""
 
@@ -71,47 +85,45 @@ def by_hand(rows: int) -> Program:
     return of_blocks
 
 
-def ours(config: Chunk) -> Program:
+def ours(config: Chunk, kernel: Any = xla) -> Program:
     """Our kernel, as `optimize` puts it into a program with gradients."""
 
     def both(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
         each = jnp.full(labels.shape, 1 / labels.size, jnp.float32)
         of = {"x": x, "w": w, "labels": labels, "of_log_probabilities": True}
-        out, grads = xla.together(**of, cotangent=each, config=config)
+        out, grads = kernel.together(**of, cotangent=each, config=config)
         return out.mean(), (grads["x"], grads["w"])
 
     return both
 
 
-def lean(budget: int) -> Chunk:
-    """A config that computes logits twice, and adds up no gradients of weights."""
-    return Chunk(budget, 1024, aligned=128, rounded=True)
-
-
 def ways(shape: Shape) -> Iterator[tuple[str, Program]]:
     """Programs that give the loss and both gradients."""
-    n, _, v = shape
+    n, k, v = shape
     taken = functools.partial(jax.value_and_grad, argnums=(0, 1))
     yield "as written", taken(loss)
     yield "optimize", rewriter.optimize(taken(loss))
     rows = max(n // (8 if v < 100000 else 16), 1)
     yield f"by hand, {rows} rows", taken(by_hand(rows))
-    most = 31 if v > 100000 else 30
-    for shift in range(28, most + 1):
-        config = Chunk(1 << shift, 1024, True, 128, True)
-        yield f"ours, {1 << shift >> 20} MiB", ours(config)
-    wide = Chunk(1 << 30, 1024, True, 128, False)
-    yield "ours, 1024 MiB in float32", ours(wide)
-    for shift in (26, 28):
-        yield f"ours, lean, {1 << shift >> 20} MiB", ours(lean(1 << shift))
+    config = Chunk(1 << (30 if v < 100000 else 29), 1024, True, 128, True)
+    name = f"{config.budget >> 20} MiB"
+    yield f"ours, {name}", ours(config)
+    yield f"hopper, {name}", ours(config, hopper)
+    if v % 8 == 0 and n >= k and 4 * k > n:
+        least = chunks.least_memory(spec_of_loss(shape), config)
+        for some in (least, replace(config, beside=n - k)):
+            name = f"in place, {some.beside} rows beside"
+            yield name, ours(some)
+            yield f"hopper, {name}", ours(some, hopper)
 
 
 def forward_ways(shape: Shape) -> Iterator[tuple[str, Program]]:
     """Programs that give the losses alone."""
     del shape
     yield "forward as written", loss
-    forced = {"linear_cross_entropy": "memory_bounded"}
-    yield "forward, ours", rewriter.optimize(loss, implementation=forced)
+    for name in ("memory_bounded", "hopper"):
+        forced = {"linear_cross_entropy": name}
+        yield f"forward, {name}", rewriter.optimize(loss, implementation=forced)
 
 
 def tied_ways(shape: Shape) -> Iterator[tuple[str, Program]]:
@@ -229,13 +241,15 @@ def distance(ours: Any, theirs: Any) -> jax.Array:
     return jnp.stack(off).max()
 
 
-def measured(shape: Shape, repeats: int, workers: int) -> dict[str, Any]:
-    """All ways of a shape, by name."""
+def measured(
+    shape: Shape, repeats: int, workers: int, of_parts: bool
+) -> dict[str, Any]:
+    """All ways of a shape, by name; those of its parts if asked for."""
     args = jax.block_until_ready(jax.jit(lambda: drawn(shape))())
     turned = args[0], jax.block_until_ready(args[1].T.copy()), args[2]
     plan: list[tuple[str, Program, Any]] = [(n, p, args) for n, p in ways(shape)]
     plan += [(n, p, args) for n, p in forward_ways(shape)]
-    if shape[2] % 8:
+    if shape[2] % 8 and of_parts:
         plan += [(n, p, turned) for n, p in tied_ways(shape)]
         plan += [*parts(shape), *given_ways(shape)]
     found: dict[str, Any] = {}
@@ -268,7 +282,9 @@ def measured(shape: Shape, repeats: int, workers: int) -> dict[str, Any]:
     return found
 
 
-def main(small: bool, seconds: float, write: bool, repeats: int) -> None:
+def main(
+    small: bool, seconds: float, write: bool, repeats: int, of_parts: bool = False
+) -> None:
     """Measures all shapes for which there is time."""
     start, rows = time.perf_counter(), []
     words = jax.devices()[0].device_kind.lower().removeprefix("nvidia ").split()
@@ -280,7 +296,8 @@ def main(small: bool, seconds: float, write: bool, repeats: int) -> None:
         print(f"\nrows, k, v: {shape}", flush=True)
         default = chunks.LARGE
         begun = time.perf_counter()
-        found = measured(shape, repeats, workers=2 if shape[0] * shape[2] > 1e9 else 4)
+        workers = 2 if shape[0] * shape[2] > 1e9 else 4
+        found = measured(shape, repeats, workers, of_parts)
         print(f"  took {time.perf_counter() - begun:.0f} s", flush=True)
         rows.append({"rows, k, v": shape, "dtype": "bfloat16", "ways": found})
         if write:

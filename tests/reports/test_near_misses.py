@@ -441,7 +441,6 @@ SILENT = {
         X, X[0],
     ),
     "dynamic_tanh": (lambda x: jnp.tanh(0.5 * x), X),
-    "contrastive": (lambda x: -jnp.diag(jax.nn.log_softmax(x @ x.T)).mean(), X),
     "binary": (
         lambda x, w: jnp.log1p(jnp.exp(-jnp.abs(x @ w))) + jnp.maximum(x @ w, 0), X, W
     ),

@@ -34,9 +34,12 @@ def _spec(name: str, shapes: dict, dtype: str, params: dict) -> Spec:
 
 LOGS = {"of_log_probabilities": True}
 CHOICES = [
-    (linear(8192, 768, 50257), 1, "memory_bounded"),
-    (linear(8192, 768, 50257), 0, "memory_bounded"),  # aligned products
-    (linear(8192, 768, 50304), 0, "xla"),  # they are aligned
+    (linear(8192, 768, 50257), 1, "hopper"),
+    (linear(8192, 768, 50257), 0, "hopper"),  # aligned products
+    (linear(8192, 4096, 128256), 1, "hopper"),
+    (linear(32768, 2560, 128256), 0, "hopper"),  # a fifteenth of the memory
+    (linear(8192, 768, 50257, soft_cap=30.0), 1, "memory_bounded"),
+    (linear(8192, 768, 30528), 0, "xla"),  # aligned, and not measured
     (linear(128, 768, 1000), 1, "xla"),  # a few launches
     (given(8192, 50257, "bfloat16", **LOGS), 1, "memory_bounded"),
     (given(8192, 50257, "float32"), 1, "memory_bounded"),
@@ -65,6 +68,16 @@ def test_blocks_are_large_and_fit(name: str, v: int) -> None:
     assert rows * classes * 2 <= 1.01 * config.budget
     assert classes % 8 == 0
     assert classes - v < 128
+
+
+def test_logits_lie_in_place_where_memory_is_short() -> None:
+    """Where the gradient of the weights in float32 is a large part of the memory."""
+    here, spec = device.named("h100"), linear(8192, 8192, 256000)
+    assert chunks.default(spec, here).beside == 0
+    for other in (linear(8192, 4096, 128256), linear(4096, 8192, 256000)):
+        assert chunks.default(other, here).beside is None
+    least = chunks.least_memory(linear(8192, 4096, 128256), chunks.LARGE)
+    assert 1024 <= least.beside < 4096
 
 
 def test_where_xla_needs_too_much_memory_blocks_are_chosen() -> None:

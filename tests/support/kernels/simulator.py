@@ -39,6 +39,7 @@ from rewriter.kernels.attention.hopper import (
     use,
 )
 from rewriter.kernels.attention.hopper_decode import decode, kernel, merge, work_split
+from rewriter.kernels.cross_entropy import hopper_rows
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
 from rewriter.kernels.norms import hopper_team as norms_team
 from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
@@ -527,15 +528,25 @@ LATE_S = 0.0
 
 
 def _sums(values: Sequence[Any], shared: Reference, warpgroups: int) -> list[Any]:
+    return _joined(np.sum, values, shared, warpgroups)
+
+
+def _maxima(values: Sequence[Any], shared: Reference, warpgroups: int) -> list[Any]:
+    return _joined(np.max, values, shared, warpgroups)
+
+
+def _joined(
+    join: Any, values: Sequence[Any], shared: Reference, warpgroups: int
+) -> list[Any]:
     team, part = divmod(HERE.warpgroup, warpgroups)
     place = shared.view()
     assert place.shape == (len(values), 4 * warpgroups)
     for row, value in zip(place, values, strict=True):
-        row[4 * part : 4 * part + 4] = value.reshape(4, -1).sum(1, dtype=np.float32)
+        row[4 * part : 4 * part + 4] = join(value.reshape(4, -1), 1)
     HERE.block.meet(range(team * warpgroups, (team + 1) * warpgroups))
     if part == 0:
         time.sleep(LATE_S)
-    return list(place.sum(1, dtype=np.float32))
+    return list(join(place, 1))
 
 
 def _write(reference: Reference, value: np.ndarray) -> None:
@@ -775,14 +786,28 @@ def simulated_few_rows() -> Iterator[None]:
 
 
 @contextmanager
+def simulated_rows_of_logits() -> Iterator[None]:
+    """Within, that of log-sum-exps and gradients of rows of logits does."""
+    with _replaced((hopper_rows,), pallas_gpu) as patch:
+        _replace_rows(patch)
+        yield
+
+
+@contextmanager
 def simulated_norms() -> Iterator[None]:
     """Within, those of norms of rows do."""
     with _replaced((norms_kernel, norms_team), pallas_gpu) as patch:
-        every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
-        f32 = lambda shape: np.zeros(shape, np.float32)
-        patch.setattr(pallas_gpu_rows, "row_sums", _sums)
-        patch.setattr(pallas_gpu_rows, "zeros", f32)
-        patch.setattr(pallas_gpu_rows, "store", _write)
-        patch.setattr(pallas_gpu_rows, "wait_for_block", every)
-        patch.setattr(pallas_gpu_rows, "loaded", lambda x: x.view().astype(np.float32))
+        _replace_rows(patch)
         yield
+
+
+def _replace_rows(patch: pytest.MonkeyPatch) -> None:
+    """Replaces what kernels of rows need of Pallas."""
+    every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
+    f32 = lambda shape: np.zeros(shape, np.float32)
+    patch.setattr(pallas_gpu_rows, "row_sums", _sums)
+    patch.setattr(pallas_gpu_rows, "row_maxima", _maxima)
+    patch.setattr(pallas_gpu_rows, "zeros", f32)
+    patch.setattr(pallas_gpu_rows, "store", _write)
+    patch.setattr(pallas_gpu_rows, "wait_for_block", every)
+    patch.setattr(pallas_gpu_rows, "loaded", lambda x: x.view().astype(np.float32))

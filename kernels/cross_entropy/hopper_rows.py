@@ -1,0 +1,234 @@
+"""Log-sum-exps and gradients of rows of logits on a Hopper GPU, in one pass.
+
+A block of threads takes one row, whose columns its warpgroups share. Each number of a
+lane has its own running maximum, and its own sum of exponentials: they are joined once,
+at the end of the row. So a row is read once for its log-sum-exp. For gradients it is
+read again, from the L2 cache where the other blocks' rows leave it room.
+
+XLA reads a row from memory for the maximum, for the sum, and for the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.shared import pallas_gpu, pallas_gpu_rows
+
+if TYPE_CHECKING:
+    from jax import Array
+
+LOWEST = -3.0e38
+"""Where a running maximum begins: finite, so that -inf minus it is -inf."""
+
+AT_ONCE = 2
+"""Chunks whose exponentials share a rescaling of the sum."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is known of all rows when the kernel is compiled.
+
+    Attributes:
+        end: The column behind the last logit; columns from there on are padding.
+        scale: Multiplies the numbers of a row, to make logits.
+        nan_at: Infinite log-sum-exps that are NaN in gradients.
+        warpgroups: Warpgroups that share a row.
+    """
+
+    end: int
+    scale: float = 1.0
+    nan_at: tuple[float, ...] = ()
+    warpgroups: int = 8
+
+
+def width_of(dtype: Any) -> int:
+    """Columns of a warpgroup's chunk: 16 bytes in each lane."""
+    return pallas_gpu_rows.LANES * (16 // jnp.dtype(dtype).itemsize)
+
+
+def totals(y: Array, form: Form) -> Array:
+    """Returns the log-sum-exps of rows, float32 [n].
+
+    Args:
+        y: [n, v], 16 or 32 bits, v a multiple of 8 and at least `width_of` its dtype.
+        form: What is known of the rows.
+    """
+    (lse,) = _call("log_sum_exp", y, (), form, [])
+    return lse[:, 0]
+
+
+def totals_and_gradients(
+    y: Array, first: Array, by_total: Array, each: Array, form: Form
+) -> tuple[Array, Array]:
+    """Returns log-sum-exps l, float32 [n], and cotangents [n, v] in y's dtype.
+
+    These are ``exp(y - l) (first + by_total l) + each``, and 0 in padding.
+
+    Args:
+        y: As for `totals`.
+        first: float32 [n].
+        by_total: float32 [n].
+        each: float32 [n].
+        form: What is known of the rows.
+    """
+    given = first, by_total, each
+    out = [jax.ShapeDtypeStruct(y.shape, y.dtype)]
+    lse, d = _call("log_sum_exp_and_gradient", y, given, form, out)
+    return lse[:, 0], d
+
+
+def _call(
+    name: str, y: Array, given: Sequence[Array], form: Form, out: list[Any]
+) -> Any:
+    lanes = pallas_gpu_rows.LANES
+    columns = jnp.arange(width_of(y.dtype), dtype=jnp.float32)
+    lse = jax.ShapeDtypeStruct((y.shape[0], lanes), jnp.float32)
+    shape = (2, 1, 4 * form.warpgroups)
+    scratch = {"joined": plgpu.SMEM(shape, jnp.float32)}
+
+    def body(y: Any, columns: Any, *references: Any, joined: Any) -> None:
+        given_, outs = references[: len(given)], references[len(given) :]
+        place = lax.axis_index(pallas_gpu.WARPGROUP), lax.axis_index(pallas_gpu.PROGRAM)
+        row = _Row(form, y, columns, joined, *place)
+        total = row.total()
+
+        @pallas_gpu.when(place[0] == 0)
+        def _() -> None:
+            every = pallas_gpu_rows.zeros(lanes) + total
+            pallas_gpu_rows.store(outs[0].at[place[1]], every)
+
+        if given_:
+            row.differentiate(total, *(x[place[1]] for x in given_), outs[1])
+
+    call = pallas_gpu.kernel(
+        body, name, [lse, *out], scratch, y.shape[0], form.warpgroups
+    )
+    return call(y, columns, *given)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The part of a row that one warpgroup has.
+
+    Attributes:
+        form: What is known of the rows.
+        y: All rows.
+        columns: 0, 1, 2 and so on, float32, as many as a chunk has.
+        joined: Shared memory for what the warpgroups join.
+        warpgroup: The index of this warpgroup.
+        index: The row.
+    """
+
+    form: Form
+    y: Any
+    columns: Any
+    joined: Any
+    warpgroup: Any
+    index: Any
+
+    @property
+    def width(self) -> int:
+        return self.columns.shape[0]
+
+    @property
+    def whole(self) -> int:
+        """The steps of `AT_ONCE` chunks of each warpgroup that have no padding."""
+        return self.form.end // (AT_ONCE * self.form.warpgroups * self.width)
+
+    def total(self) -> Any:
+        """The log-sum-exp of the row."""
+        weight = pallas_gpu_rows.zeros(self.width)
+        top, none = weight + LOWEST, weight + float("-inf")
+
+        def added(carry: Any, parts: Sequence[Any]) -> Any:
+            top, weight = carry
+            new = top
+            for y in parts:
+                new = jnp.maximum(new, y)
+            weight = weight * jnp.exp(top - new)
+            for y in parts:
+                weight = weight + jnp.exp(y - new)
+            return new, weight
+
+        def step(i: Any, carry: Any) -> Any:
+            starts = [self.start(i * AT_ONCE + j) for j in range(AT_ONCE)]
+            return added(carry, [self.logits(start) for start in starts])
+
+        carry = lax.fori_loop(0, self.whole, step, (top, weight))
+        for start, inside in self.rest():
+            carry = added(carry, [jnp.where(inside, self.logits(start), none)])
+        top, weight = carry
+        joined = self.joined.at[0], self.joined.at[1]
+        (most,) = pallas_gpu_rows.row_maxima([top], joined[0], self.form.warpgroups)
+        own = weight * jnp.exp(top - most)
+        (sums,) = pallas_gpu_rows.row_sums([own], joined[1], self.form.warpgroups)
+        return jnp.where(most == jnp.inf, jnp.float32(jnp.inf), jnp.log(sums) + most)
+
+    def differentiate(
+        self, total: Any, first: Any, by_total: Any, each: Any, out: Any
+    ) -> None:
+        """Writes the cotangents of the row."""
+        for infinite in self.form.nan_at:
+            lost = total == jnp.float32(infinite)
+            total = jnp.where(lost, jnp.float32(jnp.nan), total)
+        endless = total == jnp.float32(jnp.inf)
+        shift = jnp.where(endless, jnp.float32(0.0), total)
+        share = jnp.where(endless, jnp.float32(0.0), first + by_total * shift)
+
+        def write(start: Any, inside: Any = None) -> None:
+            d = jnp.exp(self.logits(start) - shift) * share + each
+            if inside is not None:
+                d = jnp.where(inside, d, pallas_gpu_rows.zeros(self.width))
+            place = out.at[self.index, pl.ds(start, self.width)]
+            pallas_gpu_rows.store(place, d.astype(out.dtype))
+
+        def step(i: Any, carry: Any) -> Any:
+            write(self.start(i))
+            return carry
+
+        lax.fori_loop(0, self.whole * AT_ONCE, step, jnp.int32(0))
+        for start, _ in self.rest():
+            end = jnp.float32(self.form.end - start)
+            write(start, self.numbers < end)
+
+    # -------------------------------------------------------------------- columns
+    def start(self, chunk: Any) -> Any:
+        """The first column of this warpgroup in a chunk of all of them."""
+        first = (chunk * self.form.warpgroups + self.warpgroup) * self.width
+        return pl.multiple_of(first, self.width)
+
+    def rest(self) -> list[tuple[Any, Any]]:
+        """Chunks behind the whole steps: first columns, and which are not yet taken.
+
+        The last chunks of a row overlap, so that none reaches over its end.
+        """
+        before = self.whole * AT_ONCE
+        each = self.form.warpgroups * self.width
+        found = []
+        for i in range(before, -(-self.y.shape[1] // each)):
+            wanted = (i * self.form.warpgroups + self.warpgroup) * self.width
+            start = jnp.minimum(wanted, self.y.shape[1] - self.width)
+            start = pl.multiple_of(start, 8)
+            least = jnp.float32(wanted - start)
+            end = jnp.float32(self.form.end - start)
+            found.append((start, (self.numbers >= least) & (self.numbers < end)))
+        return found
+
+    @property
+    def numbers(self) -> Any:
+        """The columns' numbers, in registers."""
+        return pallas_gpu_rows.loaded(self.columns)
+
+    def logits(self, start: Any) -> Any:
+        """The logits of some columns, float32 in registers."""
+        place = self.y.at[self.index, pl.ds(start, self.width)]
+        y = pallas_gpu_rows.loaded(place)
+        return y if self.form.scale == 1 else y * self.form.scale

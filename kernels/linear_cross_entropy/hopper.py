@@ -1,0 +1,200 @@
+"""The loss over a vocabulary on Hopper GPUs: products by XLA, rows by one kernel.
+
+XLA's products run at the speed of the tensor cores. Between them it reads all logits
+three times: for the maximum, for the sum of exponentials and for the gradient. Here
+`rewriter.kernels.cross_entropy.hopper_rows` reads them once or twice. Blocks of rows
+and chunks of classes are those of the plain kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter.kernels.cross_entropy.rows import Loss
+from rewriter.kernels.linear_cross_entropy import chunks, xla
+from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
+from rewriter.kernels.linear_cross_entropy.estimate import (
+    WORTH,
+    estimate_hopper,
+    margin,
+)
+from rewriter.kernels.linear_cross_entropy.head import Head
+from rewriter.kernels.linear_cross_entropy.reduced import Reduced, of_product
+from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable
+from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import Space, Spec, Speed
+from rewriter.support.sizes import size_text
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+LEAST = 1024
+"""The fewest classes: a warpgroup takes so many numbers of 16 bits at once."""
+
+WARPGROUPS = 8
+"""Warpgroups that share a row. With so many, one row at a time is in each
+multiprocessor, and the L2 cache holds the rows of all."""
+
+
+def supports(spec: Spec) -> Verdict:
+    """Takes plain logits of known sizes: no bias, and no soft cap."""
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known, but some are symbolic")
+    base = xla.supports(spec)
+    if not base.ok:
+        return base
+    found = [YES]
+    for name in ("x", "w"):
+        if spec.dtype(name) not in DTYPES:
+            text = f"{name} is {spec.dtype(name)}, expected one of {', '.join(DTYPES)}"
+            found.append(no("dtype", text))
+    if spec.has("bias"):
+        found.append(no("bias", "a bias is not supported"))
+    if spec.param("soft_cap", 0.0):
+        found.append(no("soft_cap", "a soft cap is not supported"))
+    if spec.param("reduced", False):
+        found.append(no("reduced", "a vocabulary split over devices is not supported"))
+    if (v := spec.shape("w")[1]) < LEAST:
+        found.append(no("classes", f"{v} classes, fewer than {LEAST}"))
+    verdict = all_of(*found)
+    module = "rewriter.kernels.cross_entropy.hopper_rows"
+    return importable(module) if verdict.ok else verdict
+
+
+def _form(head: Head, loss: Loss | None = None) -> Any:
+    """What the kernel knows of rows; without a loss, for log-sum-exps alone."""
+    from rewriter.kernels.cross_entropy.hopper_rows import Form
+
+    nan_at: tuple[float, ...] = ()
+    if loss is not None and loss.nan_at != "none":
+        both = (math.inf, -math.inf)
+        nan_at = both if loss.nan_at == "both" else (float(loss.nan_at),)
+    end = head.w.shape[1] if head.end is None else head.end
+    return Form(int(end), float(head.scale), nan_at, WARPGROUPS)
+
+
+def reduced(head: Head, product: jax.Array, labels: jax.Array) -> Reduced:
+    """Returns log-sum-exps, picked logits and sums of logits of a product [n, v]."""
+    from rewriter.kernels.cross_entropy.hopper_rows import totals
+
+    if product.shape[1] % chunks.EVEN:
+        return of_product(head, product, labels)
+    lse = totals(product, _form(head))
+    return lse, picked(head, product, labels), head.total(head.logits(product))
+
+
+def picked(head: Head, product: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the logits of the labels, 0 where there is none."""
+    end = head.w.shape[1] if head.end is None else head.end
+    place = jnp.clip(labels, 0, end - 1)[:, None]
+    found = jnp.take_along_axis(product, place, 1, mode="clip")[:, 0]
+    inside = (labels >= 0) & (labels < end)
+    return jnp.where(inside, found.astype(head.wide) * head.scale, 0)
+
+
+def gradients(head: Head, loss: Loss, known: Rows) -> tuple[jax.Array, jax.Array]:
+    """Returns losses and cotangents of a product, see `xla.Steps`."""
+    from rewriter.kernels.cross_entropy.hopper_rows import totals_and_gradients
+
+    product, labels, up = known["product"], known["classes"], known["cotangent"]
+    # Cotangents of log-sum-exps are linear in these, which the kernel finds.
+    zero, one = (loss.slopes(jnp.full_like(up, n), labels, up) for n in (0.0, 1.0))
+    s = head.scale
+    first, by_total = zero.lse * s, (one.lse - zero.lse) * s
+    lse, d = totals_and_gradients(
+        product, first, by_total, zero.each * s, _form(head, loss)
+    )
+    own, sums = picked(head, product, labels), head.total(head.logits(product))
+    lse = loss.total(lse)
+    value = loss.value(lse, own, sums, labels)
+    slopes = loss.slopes(lse, labels, up)
+    at = (jnp.exp(own - loss.subtracted(lse)) * slopes.lse + slopes.picked) * s
+    end = head.w.shape[1] if head.end is None else head.end
+    place = jnp.where((labels >= 0) & (labels < end), labels, head.w.shape[1])
+    rows = jnp.arange(product.shape[0], dtype=place.dtype)
+    d = d.at[rows, place].set(
+        at.astype(d.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
+    )
+    return value, d.astype(head.narrow)
+
+
+STEPS = xla.Steps(reduced, gradients)
+
+
+def forward(*, config: Chunk | None = None, **given: Any) -> Any:
+    """Returns the losses, logits read once; see `xla.forward`."""
+    return xla.forward(**given, config=config or chunks.LARGE, steps=STEPS)
+
+
+def backward(*, config: Chunk | None = None, **given: Any) -> dict[str, jax.Array]:
+    """Returns the cotangents, given log-sum-exps: XLA reads logits once, too."""
+    return xla.backward(**given, config=config or chunks.LARGE)
+
+
+def together(
+    *, config: Chunk | None = None, **given: Any
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns losses and cotangents, from logits that are computed once."""
+    return xla.together(**given, config=config or chunks.LARGE, steps=STEPS)
+
+
+MEASURED = 32768
+"""The fewest classes of logits of 16 bits that were measured."""
+
+
+def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
+    """Returns whether such logits were measured: of 16 bits, and 256 MiB or more."""
+    del device, passes
+    v, size = spec.shape("w")[1], chunks.nbytes(spec) // 4 * chunks.item_of(spec)
+    if v >= MEASURED and size >= WORTH and chunks.item_of(spec) == 2:
+        return YES
+    text = f"{v} classes and {size_text(size)} of logits: measured from {MEASURED}"
+    return no("unmeasured", f"{text} and {size_text(WORTH)} on, in 16 bits")
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns modelled seconds by name; infinite ones where nothing was measured."""
+    found = dict(estimate_hopper(spec, device, passes))
+    if not modelled(spec, device, passes).ok:
+        found["hopper"] = math.inf
+    return found
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns no: for known Hopper GPUs the estimate decides."""
+    del spec, platform
+    return no("device", BY_ESTIMATE)
+
+
+def fits(config: Chunk, spec: Spec, device: Device) -> Verdict:
+    """Returns whether rows of a block begin at multiples of 16 bytes."""
+    del device
+    if chunks.padded(spec.shape("w")[1], config) % chunks.EVEN == 0:
+        return YES
+    text = f"{config.aligned} leaves classes that are no multiple of {chunks.EVEN}"
+    return no("aligned", text)
+
+
+def default(spec: Spec, device: Device) -> Chunk:
+    """Returns the chunk for a GPU, also where the program is exported elsewhere."""
+    made = chunks.default(spec, device)
+    return made if made.whole else chunks.LARGE
+
+
+SPACE = Space(Chunk, default, chunks.configs, fits)
+
+KERNEL = HOPPER.kernel(
+    "linear_cross_entropy", forward, backward, supports,
+    Speed(
+        profitable, by_rule=False, estimate=estimate, margin=margin,
+        modelled=modelled,
+    ),
+    SPACE, SPACE,
+    together=together, saves=xla.KERNEL.traits.saves,
+)  # fmt: skip

@@ -1,0 +1,255 @@
+"""Losses on Hopper GPUs: what is taken, what it lowers to, numbers on a simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rewriter
+from rewriter.kernels.cross_entropy import hopper_rows
+from rewriter.kernels.cross_entropy.hopper_rows import Form
+from rewriter.kernels.linear_cross_entropy.chunks import Chunk
+from rewriter.kernels.shared import hopper
+from rewriter.ops import device
+from rewriter.ops.kernel import spec_of
+from rewriter.ops.registry import registry
+from rewriter.site import site
+from tests.support.kernels import simulator
+
+INF = float("inf")
+HOPPER = (("default", "hopper"),)
+LOSSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "log probabilities": {"of_log_probabilities": True},
+    "all terms": {"scale": 0.5, "label_smoothing": 0.1, "z_loss": 0.01},
+    "fewer classes": {"used": 1001, "outside": "zero"},
+    "clipped labels": {"outside": "clip"},
+    "zero outside": {"outside": "zero", "of_log_probabilities": True},
+}
+
+
+# ------------------------------------------------------------------ what it takes
+def spec(shape: Any = (8, 16, 2048), dtype: str = "bfloat16", **params: Any) -> Any:
+    n, k, v = shape
+    given = {
+        "x": jax.ShapeDtypeStruct((n, k), dtype),
+        "w": jax.ShapeDtypeStruct((k, v), dtype),
+        "labels": jax.ShapeDtypeStruct((n,), "int32"),
+    }
+    return spec_of(registry().op("linear_cross_entropy"), given, params)
+
+
+def test_supports() -> None:
+    kernel = registry().kernel("linear_cross_entropy", "hopper")
+    for given in (spec(), spec((3, 5, 50257)), spec(dtype="float32", z_loss=0.1)):
+        assert kernel.supports(given).ok
+    for given, why in (
+        (spec((8, 16, 1000)), "1000 classes, fewer than 1024"),
+        (spec(dtype="float64"), "x is float64"),
+        (spec(soft_cap=30.0), "a soft cap is not supported"),
+        (spec(reduced=True), "a vocabulary split over devices"),
+    ):
+        verdict = kernel.supports(given)
+        assert not verdict.ok
+        assert why in "; ".join(r.text for r in verdict.reasons)
+
+
+@pytest.mark.parametrize("n", [256, 0])
+def test_lowers_on_a_cpu(n: int) -> None:
+    """A kernel for each block; none where there are no rows."""
+    given = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((n, 64), (64, 2057))]
+    labels = jax.ShapeDtypeStruct((n,), "int32")
+
+    def loss(x, w, labels):
+        logs = jax.nn.log_softmax((x @ w).astype(jnp.float32))
+        return -jnp.take_along_axis(logs, labels[:, None], -1).mean()
+
+    artifact = rewriter.export(
+        jax.value_and_grad(loss, (0, 1)),
+        platforms=("cuda",),
+        implementation={"linear_cross_entropy": ["hopper", "xla"]},
+    )(*given, labels)
+    assert ("mosaic_gpu_v2" in artifact.manifest["custom_calls"]) == (n > 0)
+
+
+# ----------------------------------------------------------------------- numbers
+def rows(v: int, end: int, dtype: str, seed: int = 0) -> np.ndarray:
+    """Rows of logits: usual, half of them -inf, all -inf, and one inf. Then NaN."""
+    y = np.random.default_rng(seed).normal(size=(4, v)) * 3
+    y[1, : end // 2], y[2], y[3, 7] = -INF, -INF, INF
+    y[:, end:] = np.nan
+    return y.astype(jnp.dtype(dtype))
+
+
+SIZES = [(1024, 1000, 1), (4104, 4100, 2), (9000, 8990, 8), (8192, 8192, 2)]
+LIMITS = {"float32": 2e-6, "bfloat16": 6e-3, "float16": 1e-3}
+
+
+def check_rows(y: Any, form: Form, totals: Any, both: Any) -> None:
+    """Both functions against float64; padding has no gradient."""
+    first = np.array([1, 0.5, 1, 1], np.float32)
+    by_total = np.array([0.1, 0, 0, 0], np.float32)
+    each = np.array([0, 0.25, 0, 0.5], np.float32)
+    lse, d = both(y, first, by_total, each)
+    np.testing.assert_array_equal(np.asarray(totals(y)), np.asarray(lse))
+    wide = np.asarray(y, np.float64)[:, : form.end] * form.scale
+    with np.errstate(all="ignore"):
+        top = wide.max(1)
+        shift = np.where(np.isfinite(top), top, 0)
+        want = np.log(np.exp(wide - shift[:, None]).sum(1)) + shift
+        np.testing.assert_allclose(lse, want, rtol=2e-6)
+        share = first + by_total * want
+        wanted = np.exp(wide - want[:, None]) * share[:, None] + each[:, None]
+    d = np.asarray(d, np.float64)
+    assert not d[:, form.end :].any()
+    limit = LIMITS[str(y.dtype)]
+    np.testing.assert_allclose(d[:2, : form.end], wanted[:2], limit, limit * 0.1)
+    assert np.isnan(d[2, : form.end]).all()
+    np.testing.assert_array_equal(d[3, : form.end] == 0.5, np.arange(form.end) != 7)
+
+
+@pytest.mark.parametrize(("v", "end", "warpgroups"), SIZES)
+def test_rows_simulated(v: int, end: int, warpgroups: int) -> None:
+    for dtype, scale in (("bfloat16", 1.0), ("float32", 0.5), ("float16", 2.0)):
+        form = Form(end, scale, (), warpgroups)
+        with simulator.simulated_rows_of_logits():
+            check_rows(
+                rows(v, end, dtype),
+                form,
+                lambda y, form=form: hopper_rows.totals(y, form),
+                lambda *y, form=form: hopper_rows.totals_and_gradients(*y, form),
+            )
+
+
+def on_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels by callbacks, in programs that JAX traces."""
+
+    def called(kernel: Any) -> Any:
+        def host(form: Form, *arrays: Any) -> Any:
+            with simulator.simulated_rows_of_logits():
+                made = kernel(*map(np.asarray, arrays), form)
+            return jax.tree.map(np.ascontiguousarray, made)
+
+        def call(y: jax.Array, *more: Any) -> Any:
+            *given, form = more
+            out = jax.ShapeDtypeStruct(y.shape[:1], jnp.float32)
+            like = (out, jax.ShapeDtypeStruct(y.shape, y.dtype)) if given else out
+            return jax.pure_callback(lambda *a: host(form, *a), like, y, *given)
+
+        return call
+
+    for name in ("totals", "totals_and_gradients"):
+        monkeypatch.setattr(hopper_rows, name, called(getattr(hopper_rows, name)))
+
+
+def drawn(n: int, k: int, v: int, dtype: str) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(v), 3)
+    return {
+        "x": jax.random.normal(keys[0], (n, k)).astype(dtype),
+        "w": (jax.random.normal(keys[1], (k, v)) * 2 * k**-0.5).astype(dtype),
+        "labels": jax.random.randint(keys[2], (n,), -1, v).at[0].set(v + 3),
+    }
+
+
+def check_loss(how: dict[str, Any], given: Any, config: Chunk, limit: float) -> None:
+    """Losses and gradients, together and one after the other, against float64."""
+    kernel = registry().kernel("linear_cross_entropy", "hopper")
+    op, up = kernel_op(), jnp.linspace(0.1, 1, given["labels"].size)
+    made = jax.jit(
+        lambda x, w: kernel.together(
+            x=x, w=w, labels=given["labels"], cotangent=up, config=config, **how
+        )
+    )(given["x"], given["w"])
+    alone = kernel.forward(**given, config=config, **how)
+    with jax.enable_x64(True):
+        wide = {n: jnp.asarray(given[n], jnp.float64) for n in ("x", "w")}
+        of = lambda x, w: op.reference(x=x, w=w, labels=given["labels"], **how)
+        want, back = jax.vjp(of, *wide.values())
+        wanted = [np.asarray(g) for g in back(jnp.asarray(up, jnp.float64))]
+        want = np.asarray(want)
+    np.testing.assert_allclose(made[0], want, limit, limit)
+    np.testing.assert_allclose(alone, want, limit, limit)
+    if np.isnan(want).any():
+        return
+    for name, exact in zip(("x", "w"), wanted, strict=True):
+        error = np.linalg.norm(np.asarray(made[1][name], np.float64) - exact)
+        assert error <= limit * np.linalg.norm(exact), name
+
+
+def kernel_op() -> Any:
+    return registry().op("linear_cross_entropy")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_simulated(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rows in blocks of four; classes are padded to 1152."""
+    on_the_simulator(monkeypatch)
+    given = drawn(8, 4, 1037, "float32")
+    config = Chunk(4 * 1152 * 4, 4, True, 128, True)
+    check_loss(LOSSES[loss], given, config, 2e-5)
+
+
+# ------------------------------------------------------------------------ on a GPU
+on_hopper = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or not hopper.runs_on(device.attached()).ok,
+    reason="needs a Hopper GPU",
+)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("warpgroups", [4, 8])
+@pytest.mark.parametrize("size", [(1024, 1000), (50304, 50257), (128256, 128256)])
+def test_rows(size: tuple[int, int], warpgroups: int, dtype: str) -> None:
+    form = Form(size[1], 0.5, (), warpgroups)
+    check_rows(
+        jnp.asarray(rows(*size, dtype)),
+        form,
+        jax.jit(lambda y: hopper_rows.totals(y, form)),
+        jax.jit(lambda *y: hopper_rows.totals_and_gradients(*y, form)),
+    )
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses(loss: str, dtype: str) -> None:
+    given = drawn(1024, 256, 5003, dtype)
+    config = Chunk(256 * 5120 * 4, 64, True, 128, True)
+    limit = 2e-2 if dtype == "bfloat16" else 2e-3
+    with jax.default_matmul_precision("highest"):
+        check_loss(LOSSES[loss], given, config, limit)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("beside", [0, 256, 768])
+def test_logits_in_place_of_gradients(beside: int) -> None:
+    given = drawn(1024, 256, 5008, "bfloat16")
+    config = Chunk(1 << 20, 64, True, 128, True, beside)
+    check_loss({"z_loss": 0.01, "outside": "clip"}, given, config, 2e-2)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_many_rows_are_the_same_each_time() -> None:
+    given = drawn(4096, 512, 50257, "bfloat16")
+    call = jax.jit(
+        jax.value_and_grad(
+            lambda x, w: site.bind(
+                kernel_op(), {"x": x, "w": w, "labels": given["labels"]},
+                {"outside": "clip"}, HOPPER,
+            ).mean(),
+            (0, 1),
+        )
+    )  # fmt: skip
+    first = jax.tree.map(np.asarray, call(given["x"], given["w"]))
+    for _ in range(5):
+        again = jax.tree.map(np.asarray, call(given["x"], given["w"]))
+        jax.tree.map(np.testing.assert_array_equal, first, again)
