@@ -199,6 +199,7 @@ class _Both:
                 lambda k=k: exact()[k],
                 gradient=k in self.gradients,
                 scaled=probe is not None and probe.scaled,
+                infinite=probe is not None and probe.infinite,
                 always=always,
                 unit=unit,
             )

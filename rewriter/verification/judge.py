@@ -85,6 +85,7 @@ def judged(
     *,
     gradient: bool = False,
     scaled: bool = False,
+    infinite: bool = False,
     always: bool = False,
     unit: float = 0.0,
 ) -> Verdicts:
@@ -100,6 +101,8 @@ def judged(
         gradient: Whether rows that are exactly zero must stay so.
         scaled: Whether the arguments are of unusual size. Then rows where float64 gives
             other values prove nothing, and gradients are only checked for being finite.
+        infinite: Whether arguments hold an infinity or a NaN. Then what was finite must
+            stay so. Entries that were not may be: a rewrite may leave out ``0 * nan``.
         always: Whether to call the other two in any case, for their errors.
         unit: The size of the program's arguments. Where float64 gives zero, roundings
             of that size are allowed.
@@ -111,7 +114,7 @@ def judged(
     with np.errstate(all="ignore"):
         return _judged(
             written, rewritten, coarse, shaken, exact, gradient=gradient,
-            scaled=scaled, always=always, unit=unit,
+            scaled=scaled, infinite=infinite, always=always, unit=unit,
         )  # fmt: skip
 
 
@@ -124,6 +127,7 @@ def _judged(
     *,
     gradient: bool,
     scaled: bool,
+    infinite: bool,
     always: bool,
     unit: float,
 ) -> Verdicts:
@@ -135,15 +139,18 @@ def _judged(
         return Verdicts()
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return _exactly(a, b, shaken)
+    seen = np.isfinite(a) | (not infinite)
+    shown = lambda x: np.where(seen, x, x.dtype.type(0))
+    a, b = shown(a), shown(b)
     floor = FLOOR_OF_GRADIENTS if gradient else FLOOR
     case = _Case(a, b, coarse, floor=floor)
     sizes = not (scaled and gradient)  # else roundings are of the size of what is left
     if case.fine(gradient, sizes) and not always:
         return case.verdicts(gradient, sizes)
-    reference = None if exact is None else _wide(_host(exact()))
+    reference = None if exact is None else _wide(shown(_host(exact())))
     case = _Case(a, b, coarse, (), reference, scaled, floor, unit)
     if not case.fine(gradient, sizes):
-        others = [_wide(_host(x)) for x in shaken()]
+        others = [_wide(shown(_host(x))) for x in shaken()]
         case = _Case(a, b, coarse, others, reference, scaled, floor, unit)
     return case.verdicts(gradient, sizes)
 

@@ -164,9 +164,7 @@ def _kinds(score: Score, arrays: Mapping[str, Any]) -> list[str | None]:
             kinds.append(None)
         else:
             varying = {x for x in found if x != NUMBER}
-            kinds.append(
-                None if len(varying) > 1 else next(iter(varying), NUMBER)
-            )
+            kinds.append(None if len(varying) > 1 else next(iter(varying), NUMBER))
     return kinds
 
 
@@ -202,9 +200,7 @@ def _pruned(score: Score) -> Score:
     needed, new = sorted(_needed(score)), {}
     for at in needed:
         new[at] = len(new)
-    moved = lambda ref: (
-        replace(ref, name=new[ref.name]) if ref.kind == "step" else ref
-    )
+    moved = lambda ref: replace(ref, name=new[ref.name]) if ref.kind == "step" else ref
     steps = tuple(
         replace(score.steps[at], ins=tuple(map(moved, score.steps[at].ins)))
         for at in needed
@@ -224,9 +220,7 @@ def _with_lookups(score: Score, t: int) -> Score:
     away = primitive_step(SUBTRACT, {}, (Ref(COLUMN), Ref(ROW)), "int32")
     given = (Ref("step", 0), number(t - 1, "int32"))
     steps = [away, primitive_step(ADD, {}, given, "int32")]
-    moved = lambda ref: (
-        replace(ref, name=ref.name + 2) if ref.kind == "step" else ref
-    )
+    moved = lambda ref: replace(ref, name=ref.name + 2) if ref.kind == "step" else ref
     for step in score.steps:
         ins = tuple(map(moved, step.ins))
         if step.name == "copy" and str(ins[0].name).startswith(AWAY):

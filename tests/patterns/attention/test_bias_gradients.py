@@ -100,7 +100,8 @@ def optimized(f: Any) -> Any:
 )
 def test_gradients(programs: dict[str, Scores], bias: np.ndarray) -> None:
     def all_of(wrap: Any, outside: bool) -> Any:
-        run = lambda: {n: gradients(f, wrap, bias, outside) for n, f in programs.items()}
+        of = lambda f: gradients(f, wrap, bias, outside)
+        run = lambda: {n: of(f) for n, f in programs.items()}
         return jax.jit(run)()
 
     want = all_of(lambda f: f, True)
