@@ -55,25 +55,37 @@ MEASURED_COLUMNS, MEASURED_BYTES = range(1024, 16385), 16 << 20
 NARROW = range(256, 1024)
 """Columns of layer norms that pay with gradients: on an H100 they took 0.66 to 0.77 of
 XLA's time (``tests/bench/results/choices_h100.json``). RMS norms of such rows run at
-the bandwidth in XLA."""
+the bandwidth in XLA, if they are not small."""
+
+SMALL_BYTES, SMALL_ROWS = 3 << 20, 1024
+"""The fewest bytes and rows that pay with gradients. Smaller arrays than
+`MEASURED_BYTES` stay in the chip's cache, and XLA's five to seven kernels took 1.3 to
+2.8 times as long as ours on an H100 (``tests/bench/results/small_norms_h100.json``)."""
 
 
 def measured(spec: Spec, passes: str) -> Verdict:
     """Returns whether a use is among the measured sizes, not only supported."""
-    shape = spec.shape("x")
-    size = math.prod(shape) * jnp.dtype(spec.dtype("x")).itemsize
+    shape, size = spec.shape("x"), _bytes_of_rows(spec)
     columns = NARROW if is_narrow(spec, passes) else MEASURED_COLUMNS
-    if shape[-1] in columns and size >= MEASURED_BYTES:
+    least = MEASURED_BYTES
+    if passes != "forward" and math.prod(shape[:-1]) >= SMALL_ROWS:
+        least = SMALL_BYTES
+    if shape[-1] in columns and size >= least:
         return YES
     text = f"rows of {shape[-1]} and {size / (1 << 20):.3g} MiB: measured for rows of"
-    least = f"{MEASURED_BYTES >> 20} MiB and more"
-    return no("unmeasured", f"{text} {columns[0]} to {columns[-1]} and {least}")
+    text = f"{text} {columns[0]} to {columns[-1]}"
+    return no("unmeasured", f"{text} and {least >> 20} MiB and more")
 
 
 def is_narrow(spec: Spec, passes: str) -> bool:
-    """Returns whether a use is a layer norm of narrow rows, with gradients."""
+    """Returns whether a use has narrow rows that XLA takes long for, with gradients."""
     few = spec.shape("x")[-1] < MEASURED_COLUMNS[0]
-    return few and passes != "forward" and is_centred(spec)
+    slow = is_centred(spec) or _bytes_of_rows(spec) < MEASURED_BYTES
+    return few and passes != "forward" and slow
+
+
+def _bytes_of_rows(spec: Spec) -> int:
+    return math.prod(spec.shape("x")) * jnp.dtype(spec.dtype("x")).itemsize
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,32 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Where an operand's heads are among those of an array [b, t, heads, h].
+
+    Attributes:
+        first: The first one.
+        step: From each to the next.
+        count: How many the operand has.
+        all: How many the array has.
+
+    Example:
+        >>> Heads(first=12, step=1, count=12, all=36).indices
+        slice(12, 24, 1)
+    """
+
+    first: int
+    step: int
+    count: int
+    all: int
+
+    @property
+    def indices(self) -> slice:
+        """The operand's heads, as an index of the array's."""
+        return slice(self.first, self.first + self.count * self.step, self.step)
+
+
+@dataclass(frozen=True)
 class Traits:
     """What the engine may do with a kernel.
 
@@ -183,6 +209,10 @@ class Traits:
             axis, axis)``. `forward` gets the names of such operands as ``swapped=``.
             The operands still have the op's order; it swaps their axes itself, at no
             cost.
+        packs: Operands [b, t, n, h] that both passes also read from an array [b, t,
+            heads, h] that has more heads. They get ``packed=``, for names of such
+            operands the array and the operand's `Heads` in it. Whether they read the
+            operand or the array, they compute the same.
         exportable: Whether its lowered code may be part of an exported program.
         needs_devices: Whether its code contains `custom_partitioning`, which JAX lowers
             only where it knows the devices.
@@ -203,6 +233,7 @@ class Traits:
     merges: bool = False
     adds_to: str = ""
     swaps: tuple[tuple[str, int, int], ...] = ()
+    packs: tuple[str, ...] = ()
     exportable: bool = True
     needs_devices: bool = False
     tried: bool = True

@@ -12,13 +12,13 @@ from jax.extend.core import jaxprs_in_params
 from rewriter.ops.device import Device
 from rewriter.reports.report import Report
 from rewriter.rewrite.plan import Site
-from rewriter.site import residual_stream, site
+from rewriter.site import packed, residual_stream, site
 from rewriter.site.lowering import Failure, failure
 
 LABEL = re.compile(r"rewriter/\w+#(\d+)")
 """What a site's equations are called in a program, with its number in the report."""
 
-FORWARD = (site.site_p, site.site_on_devices_p, residual_stream.site_p)
+FORWARD = (site.site_p, site.site_on_devices_p, residual_stream.site_p, packed.site_p)
 
 
 def as_lowered(report: Report, target: Device, here: Device) -> Report:

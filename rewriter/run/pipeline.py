@@ -81,6 +81,12 @@ PASSES = (
         "recompute", steps.recompute_stacked_values, lambda p: p.replaced, optional=True
     ),
     Pass(
+        "packed_operands",
+        steps.pass_packed_operands,
+        lambda p: p.changed,
+        optional=True,
+    ),
+    Pass(
         "aligned_products",
         steps.align_products,
         lambda p: not p.spread and p.config.numerics != "strict",

@@ -26,6 +26,7 @@ from rewriter.rewrite.passes.checkpoint_savings import save, unspent
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
 from rewriter.rewrite.passes.gradients_with_results import compute_together
 from rewriter.rewrite.passes.memory_order import use_memory_order
+from rewriter.rewrite.passes.packed_operands import use_packed_operands
 from rewriter.rewrite.passes.recompute import recompute_stacked
 from rewriter.rewrite.replacements import pairs_of
 from rewriter.rewrite.unfold import Unlike, unfold
@@ -188,6 +189,11 @@ def compute_gradients_with_results(program: Program) -> Program:
 def pass_transposed_operands(program: Program) -> Program:
     """Passes transposed operands to kernels without a copy."""
     return replace(program, closed_jaxpr=use_memory_order(program.closed_jaxpr))
+
+
+def pass_packed_operands(program: Program) -> Program:
+    """Passes operands that are parts of one array to kernels without a copy."""
+    return replace(program, closed_jaxpr=use_packed_operands(program.closed_jaxpr))
 
 
 def keep_checkpoint_policies(program: Program) -> Program:

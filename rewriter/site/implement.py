@@ -114,6 +114,48 @@ def forward_of_sum(
     return run
 
 
+def forward_of_parts(
+    use: Use, kernel: Kernel | None, residuals: bool, parts: Sequence[Any]
+) -> Callable[..., list[jax.Array]]:
+    """Returns the op of operands that are parts of arrays as a function.
+
+    Args:
+        use: The use of the op.
+        kernel: As for `forward`; a kernel that does not `packs` reads the operands.
+        residuals: As for `forward`.
+        parts: Of which array each such operand is a part, and its heads.
+
+    Returns:
+        A function of the operands and the arrays giving what `forward`'s gives.
+    """
+    n = len(use.names)
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        operands, arrays = args[:n], args[n:]
+        inner = [shaped(x) for x in operands]
+        own = accepted(use, kernel, inner)
+        packed = _packed(kernel, parts, arrays)
+        if kernel is None or own is None or not packed:
+            return forward(use, kernel, (), residuals)(*operands)
+        slots = residual_slots(use, inner) if residuals else ()
+        out, saved = call_forward(
+            use, kernel, residuals and bool(own), *operands, packed=packed
+        )
+        outs = [out, *saved]
+        outs = _run_once(kernel, outs) if residuals else outs
+        return [outs[0], *_in_slots(slots, own, outs[1:])]
+
+    return run
+
+
+def _packed(
+    kernel: Kernel | None, parts: Sequence[Any], arrays: Sequence[jax.Array]
+) -> dict[str, Any]:
+    """The arrays and heads of the operands that a kernel reads from arrays."""
+    packs = () if kernel is None else kernel.traits.packs
+    return {name: (arrays[at], heads) for name, at, heads in parts if name in packs}
+
+
 def _run_once(kernel: Kernel, outs: Sequence[jax.Array]) -> list[jax.Array]:
     """A kernel's results, protected from running twice in a loop.
 
@@ -273,6 +315,35 @@ def backward_to_sum(
         return call_backward(
             use, kernel, wrt, *(operands[i] for i in keep), addend=addend
         )
+
+    return run
+
+
+def backward_of_parts(
+    use: Use, kernel: Kernel | None, wrt: tuple[str, ...], parts: Sequence[Any]
+) -> Callable[..., list[jax.Array]]:
+    """Returns the cotangents as a function of operands that are parts of arrays.
+
+    Args:
+        use: The use of the op.
+        kernel: As for `backward`; a kernel that does not `packs` reads the operands.
+        wrt: As for `backward`.
+        parts: As for `forward_of_parts`.
+
+    Returns:
+        A function of `backward`'s arguments and the arrays.
+    """
+    n, count = len(use.names), 1 + max(at for _, at, _ in parts)
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        given, arrays = args[:-count], args[-count:]
+        inner = [shaped(x) for x in given[:n]]
+        own = accepted(use, kernel, inner)
+        packed = _packed(kernel, parts, arrays)
+        if kernel is None or kernel.backward is None or own is None or not packed:
+            return backward(use, kernel, wrt, (), ())(*given)
+        keep = _read_by(use, inner, own, len(given))
+        return call_backward(use, kernel, wrt, *(given[i] for i in keep), packed=packed)
 
     return run
 

@@ -110,10 +110,18 @@ def _text(value: Shaped) -> str:
 
 
 def call_forward(
-    use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array
+    use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array, **more: Any
 ) -> tuple[Any, tuple[Any, ...]]:
-    """A kernel's result, and its residuals for the backward."""
-    out, saved = _forward(use, kernel, residuals, *operands)
+    """A kernel's result, and its residuals for the backward.
+
+    Args:
+        use: The use of the op.
+        kernel: The kernel.
+        residuals: Whether to save residuals.
+        *operands: The operands.
+        **more: What else the kernel takes by its traits, such as ``packed``.
+    """
+    out, saved = _forward(use, kernel, residuals, *operands, **more)
     if kernel.traits.saves is not None:  # nothing was traced before
         shapes = [shaped(x) for x in operands]
         wanted = [result(use, shapes)]
@@ -146,11 +154,12 @@ def call_forward_of_sum(
 
 
 def _forward(
-    use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array, **more: jax.Array
+    use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array, **more: Any
 ) -> tuple[Any, tuple[Any, ...]]:
     """The result and all residuals, including those without elements."""
     named = {**dict(zip(use.names, operands, strict=True)), **more}
-    with _traced(use, kernel, [*operands, *more.values()]):
+    arrays = [x for x in jax.tree.leaves(more) if hasattr(x, "shape")]
+    with _traced(use, kernel, [*operands, *arrays]):
         if not residuals:
             return kernel.forward(**named, **dict(use.params)), ()
         both = kernel.forward(**named, **dict(use.params), residuals=True)
@@ -190,7 +199,7 @@ def call_backward(
     kernel: Kernel,
     wrt: tuple[str, ...],
     *args: jax.Array,
-    **addend: jax.Array,
+    **more: Any,
 ) -> list[jax.Array]:
     """Gradients of some operands, by the reference where the kernel has none.
 
@@ -199,9 +208,9 @@ def call_backward(
         kernel: A kernel with a backward.
         wrt: The operands whose gradients are wanted.
         *args: The operands, the residuals, and the cotangent.
-        **addend: Under the name ``addend``, an array to add to the gradient of the
-            operand that the kernel `adds_to`. The kernel must then compute that
-            gradient.
+        **more: What else the kernel takes by its traits. Under the name ``addend`` it
+            is an array to add to the gradient of the operand that the kernel `adds_to`.
+            The kernel must then compute that gradient.
     """
     n = len(use.names)
     named = dict(zip(use.names, args[:n], strict=True))
@@ -215,10 +224,10 @@ def call_backward(
     with _traced(use, kernel, args):
         cotangents = kernel.backward(
             **named, out=out, residuals=tuple(saved), cotangent=args[-1],
-            **dict(use.params), **addend,
+            **dict(use.params), **more,
         )  # fmt: skip
     absent = tuple(w for w in wrt if cotangents.get(w) is None)
-    if addend and kernel.traits.adds_to in absent:
+    if "addend" in more and kernel.traits.adds_to in absent:
         raise errors.KernelError(
             f"kernel {kernel.name!r} of {kernel.op} returned no gradient of "
             f"{kernel.traits.adds_to}",

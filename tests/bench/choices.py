@@ -1,7 +1,8 @@
 """What is chosen for programs on this GPU, against each kernel that could be forced.
 
   python3 -m tests.bench.choices [--seconds N] [--spills] [--json PATH]
-      [--sets attention,sizes,decode,dtypes,narrow,norms,products]
+      [--sets attention,sizes,decode,dtypes,narrow,norms,small_norms,
+      products]
 
 A row is a program as users write it, forward or with all gradients; its arms are what
 `rewriter.optimize` chooses, and each kernel of the op forced. Microseconds are the
@@ -248,6 +249,16 @@ def of_narrow() -> Iterator[Row]:
         yield replace(norming("layer", rows, columns, BF16), passes=("both",))
 
 
+def of_small_norms() -> Iterator[Row]:
+    """Norms of 2 to 16 MiB, which the chip's cache holds."""
+    for rows, columns in (
+        (2048, 768), (4096, 768), (8192, 768), (8192, 512), (4096, 1024), (8192, 1024),
+        (1024, 2048), (2048, 2048), (1024, 4096),
+    ):  # fmt: skip
+        yield norming("layer", rows, columns, BF16)
+        yield norming("rms", rows, columns, BF16)
+
+
 def of_norms() -> Iterator[Row]:
     """Narrow and wide rows, few and many, of each dtype."""
     for columns in (768, 128, 512):
@@ -298,7 +309,8 @@ def of_products() -> Iterator[Row]:
 EVERY: dict[str, Callable[[], Iterator[Row]]] = {
     "attention": of_attention, "sizes": of_sizes, "decode": of_decode,
     "dtypes": of_dtypes,
-    "narrow": of_narrow, "norms": of_norms, "products": of_products,
+    "narrow": of_narrow, "norms": of_norms, "small_norms": of_small_norms,
+    "products": of_products,
 }  # fmt: skip
 
 

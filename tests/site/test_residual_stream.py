@@ -271,10 +271,18 @@ def test_a_scale_made_of_the_sum_comes_after_the_norm(calls: Calls) -> None:
     check(fast, read_before, X, R, SCALE)
 
 
+def test_a_product_with_a_bias_is_added_in_the_kernel(calls: Calls) -> None:
+    """XLA's kernel of the product adds the bias, and then cannot add an array."""
+    fast = rewriter.optimize(of_biased_product, implementation=FORCED, strict=True)
+    assert sites(fast.jaxpr(X, R, SCALE), residual_stream.site_p, True) == 1
+    check(fast, of_biased_product, X, R, SCALE)
+    assert calls.forward > 0
+
+
 @pytest.mark.parametrize(
     "f",
     [of_row, of_number, of_another, of_itself, of_product,
-     of_biased_product, read_once, difference],
+     read_once, difference],
 )  # fmt: skip
 def test_sums_that_are_left(f: Callable[..., Any], calls: Calls) -> None:
     fast = rewriter.optimize(f, implementation=FORCED, strict=True)

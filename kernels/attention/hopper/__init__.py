@@ -52,7 +52,7 @@ from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from jax import Array
 
@@ -133,7 +133,7 @@ def forward(**given: Any) -> Any:
     from rewriter.kernels.attention.hopper import forward_kernel
 
     e = given["v"].shape[3]
-    given |= {name: _filled(given[name]) for name in "qkv"}
+    given = _with_widths(given, "qkv")
     sizes = filled(given["q"].shape[3]), filled(given["v"].shape[3])
     count, extra = parts(given.get(PARAM)), extra_of(flat(given))
     config = given.pop("config", None) or first_fitting(*sizes, extra, count)
@@ -151,8 +151,8 @@ def backward(**given: Any) -> dict[str, Array]:
     cotangent of a bias without `BackwardTiles.tables`. Compilers drop unused gradients.
     """
     given.pop(PARAM, None)  # gradients are rounded to 16 bits
-    names = ("q", "k", "v", "out", "cotangent")
-    whole = given | {name: _filled(given[name]) for name in names}
+    whole = _with_widths(given, ("q", "k", "v", "out", "cotangent"))
+    given.pop("packed", None)
     sizes = [filled_backward(whole[name].shape[3]) for name in "qv"]
     extra = extra_of(flat(given))
     config = given.pop("config", None) or first_fitting_backward(*sizes, extra)
@@ -174,6 +174,18 @@ def flat(given: Mapping[str, Any]) -> dict[str, Any]:
     return {n: x for n, x in given.items() if n != "read"} | dict(given.get("read", {}))
 
 
+def _with_widths(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Returns operands with widths that are copied; padded ones are not packed."""
+    made = given | {name: _filled(given[name]) for name in names}
+    packed = {
+        name: (array.reshape(*given[name].shape[:2], heads.all, -1), heads)
+        for name, (array, heads) in given.get("packed", {}).items()
+        if made[name] is given[name]
+    }
+    made.pop("packed", None)
+    return made | ({"packed": packed} if packed else {})
+
+
 def _filled(x: Array) -> Array:
     """Pads [..., width] with zeros to a width that is copied."""
     more = -x.shape[-1] % COPIED
@@ -190,6 +202,6 @@ KERNEL = by_entry(
         Space(Tiles, default, configs, fits),
         Space(BackwardTiles, backward_default, backward_configs, fits_backward),
         deterministic=deterministic, saves_out=True, merges=True,
-        swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)),
+        swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)), packs=("q", "k", "v"),
     )
 )  # fmt: skip

@@ -78,7 +78,7 @@ def inputs_of(
         line = extra_turned["row_terms"]
         extra_turned["row_terms"] = _padded(line, config, 0.0)
     of_keys, of_queries = _problems(use, terms, turned, config)
-    named = {"q": use.q, "k": use.k, "v": use.v, "g": up} | rows | numbers
+    named = use.tensors() | {"g": up} | rows | numbers
     mask, pair = use.mask, use.segments
     turned_mask = None if mask is None else mask.swapaxes(2, 3)
     turned_pair = None if pair is None else pair[::-1]
@@ -119,7 +119,7 @@ def _problems(
     h, e = (filled_backward(x) for x in use.widths)
     common = {
         "b": b, "h": h, "e": e, "scale": use.scale, "softcap": use.softcap,
-        "by_rows": use.by_rows((h, e)),
+        "by_rows": use.by_rows((h, e)), "packed": use.heads,
         "programs": config.programs, "stages": config.stages,
         "warpgroups": config.warpgroups, "claimed": config.claimed,
     }  # fmt: skip

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import NAN, PASSES, ZERO
+from rewriter.kernels.attention.empty import NAN, PASSES, ZERO, if_any
 from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper.backward_config import (
     SUMS_STAGES,
@@ -93,39 +93,43 @@ def backward(
     use, (lse,) = Use(q, k, v, **given), residuals
     config = config or BackwardTiles()
     x = inputs_of(use, out, lse, cotangent, config)
-    grads = _of_qkv(use, x, cotangent, config)
+    grads = _of_qkv(use, x, config)
     if config.tables and use.bias is not None and 1 not in use.bias.shape[2:]:
         made = _of_tables(x.of_queries, config, use.extra)
         (t, s), dtype = use.lengths, use.bias.dtype
         grads |= {} if made is None else {"bias": made[..., :t, :s].astype(dtype)}
     grads |= _of_rows(use, lse, x)
     grads |= _of_sums(use, x, config)
-    passes = use.empty_rows in PASSES and use.sinks is None
-    if passes and x.of_queries.problem.mask.may_be_empty:
-        return _with_passed(grads, use, out, lse, cotangent)
-    return grads
+    given_back = use.empty_rows not in ZERO or use.empty_rows in PASSES
+    if not (given_back and x.of_queries.problem.mask.may_be_empty):
+        return grads
+    completed = lambda given: _with_empty_rows(given, use, out, lse, cotangent)
+    return if_any(x.empty, grads, completed)
 
 
-def _of_qkv(
-    use: Use, x: Inputs, cotangent: Array, config: BackwardTiles
-) -> dict[str, Array]:
-    """The cotangents of q, k and v."""
+def _of_qkv(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
+    """The cotangents of q, k and v, without those of rows without keys."""
     (b, t, n, h), wide = use.q.shape, x.of_keys.problem.h
-    of_keys, may_be_empty = x.of_keys, x.of_queries.problem.mask.may_be_empty
+    of_keys = x.of_keys
+    like = lambda *names: [_type_of(getattr(use, name)) for name in names]
     if config.fused:
         total = jax.new_ref(jnp.zeros((b, -(-t // EDGE) * EDGE, n, wide), jnp.float32))
         both = of_keys.arrays | {"dq": total}
-        dk, dv = _call(Fused, of_keys.problem, both)
+        dk, dv = _call(Fused, of_keys.problem, both, like("k", "v"))
         dq = (total[...][:, :t, :, :h] * use.scale).astype(use.q.dtype)
-        if may_be_empty:  # ignores values added to rows without keys
+        if x.of_queries.problem.mask.may_be_empty:
+            # Ignores values added to rows without keys.
             dq = jnp.where(x.empty.swapaxes(1, 2)[..., None], 0, dq)
     else:
         kind = Divided if config.divided else OfKeys
-        dk, dv = _call(kind, of_keys.problem, of_keys.arrays)
-        (dq,) = _call(OfQueries, x.of_queries.problem, x.of_queries.arrays)
-    if may_be_empty:
-        dv = _with_empty_rows(dv, x.empty, cotangent, use.empty_rows)
+        dk, dv = _call(kind, of_keys.problem, of_keys.arrays, like("k", "v"))
+        of_queries = x.of_queries
+        (dq,) = _call(OfQueries, of_queries.problem, of_queries.arrays, like("q"))
     return {"q": dq, "k": dk, "v": dv}
+
+
+def _type_of(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _of_rows(use: Use, lse: Array, x: Inputs) -> dict[str, Array]:
@@ -158,10 +162,15 @@ def _of_sums(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
     return grads
 
 
-def _with_passed(
+def _with_empty_rows(
     grads: dict[str, Array], use: Use, out: Array, lse: Array, cotangent: Array
 ) -> dict[str, Array]:
-    """The cotangents with those that pass through the scores of rows without keys."""
+    """The cotangents with the share of rows without keys: in v, and through scores."""
+    use = use.unpacked()
+    dv = _values_of_empty_rows(grads["v"], lse == -jnp.inf, cotangent, use.empty_rows)
+    grads = grads | {"v": dv}
+    if use.empty_rows not in PASSES or use.sinks is not None:
+        return grads
     params = {
         "scale": use.scale, "window": use.window, "shift": use.shift,
         "softcap": use.softcap, "empty_rows": use.empty_rows,
@@ -229,7 +238,7 @@ def _of_tables(
     return made.sum(2) if parts > 1 else made[:, :, 0]
 
 
-def _with_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Array:
+def _values_of_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Array:
     """Returns dv with the share of rows without keys: NaN, or that of their mean."""
     if empty_rows in ZERO:
         return dv
@@ -242,18 +251,15 @@ def _with_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Arr
     return (dv.astype(jnp.float32) + share).astype(dv.dtype)
 
 
-def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any = None) -> Any:
-    """Runs one of the kernels on arrays by name, and returns its results.
+def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any) -> Any:
+    """Runs one of the kernels on arrays by name; returns its results, of types `out`.
 
-    Results are of shapes `out`, or like arrays that the kernel names.
-    A "dq" among them is a reference to memory that is added to.
+    A "dq" among the arrays is a reference to memory that is added to.
     """
     q, dq = named["q"], named.pop("dq", None)
     named = named | pallas.dealt(p.order)
     if dq is not None:
         named["dq"] = dq
-    like = [jax.ShapeDtypeStruct(named[x].shape, q.dtype) for x in kind.results]
-    out = out or like
     scratch = kind.scratch(p, q.dtype)
 
     def body(*references: Any, **memory: Any) -> None:

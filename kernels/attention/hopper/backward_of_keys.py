@@ -21,7 +21,7 @@ class OfKeys(Kernel):
     """dk and dv of tiles of keys."""
 
     name = "attention_dk_dv"
-    fixed, passing, results = ("k", "v"), ("q", "g"), ("k", "v")
+    fixed, passing = ("k", "v"), ("q", "g")
     outputs = ("dk", "dv")
     sign = -1
 

@@ -20,7 +20,7 @@ class OfQueries(Kernel):
     """dq of tiles of queries."""
 
     name = "attention_dq"
-    fixed, passing, results = ("q", "g"), ("k", "v"), ("q",)
+    fixed, passing = ("q", "g"), ("k", "v")
     outputs = ("dq",)
     sign = 1
 

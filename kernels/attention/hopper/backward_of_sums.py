@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class _Sums(Kernel):
     """Common code of both: a number for each row, float32 [b, n, whole tiles]."""
 
-    results, outputs = (), ("sums",)
+    outputs = ("sums",)
 
     @classmethod
     def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:

@@ -19,11 +19,14 @@ from rewriter.kernels.attention.hopper.config import REGISTERS
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place, Terms
+from rewriter.kernels.attention.hopper.use import head_in_array
 from rewriter.kernels.attention.visibility import FAR, Range
 from rewriter.kernels.shared import warpgroups, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
+
+    from rewriter.ops.kernel import Heads
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Problem:
         divided: Whether the warpgroups share 64 rows; see `Divided`.
         claimed: Whether blocks of threads claim tiles.
         by_rows: Whether arrays are copied by rows; see `panels`.
+        packed: The heads of operands in the arrays that are read.
     """
 
     b: int
@@ -62,6 +66,7 @@ class Problem:
     divided: bool = False
     claimed: bool = False
     by_rows: bool = False
+    packed: tuple[tuple[str, Heads], ...] = ()
 
     @property
     def tiles(self) -> Callable[..., Any]:
@@ -121,8 +126,6 @@ class Kernel(abc.ABC):
     """The arrays whose tiles stay resident, of widths h and e."""
     passing: tuple[str, str]
     """The arrays whose blocks are streamed, of widths h and e."""
-    results: tuple[str, ...]
-    """The arrays whose shapes and dtypes the results have."""
     outputs: tuple[str, ...]
     shows = False
     """Whether masks hide whole rows of tiles, which are left out when they are
@@ -251,6 +254,9 @@ class Kernel(abc.ABC):
 
     def send(self, name: str, at: tuple[Any, ...], to: Any, barrier: Any) -> None:
         """Copies a part of an array to its place in shared memory."""
+        if name in dict(self.p.packed):
+            entry, places, head = at
+            at = entry, places, head_in_array(self.p.packed, name, head)
         if (rows := f"{name}_rows") not in self.memory:
             place = self.memory[name].at[to]
             plgpu.copy_gmem_to_smem(self.given[name].at[at], place, barrier)

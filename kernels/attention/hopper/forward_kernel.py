@@ -39,12 +39,14 @@ from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
-from rewriter.kernels.attention.hopper.use import Use
+from rewriter.kernels.attention.hopper.use import Use, head_in_array
 from rewriter.kernels.attention.visibility import least
 from rewriter.kernels.shared import warpgroups, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
+
+    from rewriter.ops.kernel import Heads
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class _Problem:
     parts: int
     by_rows: bool
     """Whether arrays are copied by rows; see `Use.by_rows`."""
+    packed: tuple[tuple[str, Heads], ...]
+    """The heads of operands in the arrays that are read."""
 
     @property
     def swizzles(self) -> dict[str, int]:
@@ -162,6 +166,7 @@ def row_sums(use: Use) -> tuple[Array, Array]:
     Returns:
         Two of float32 [b, n, t], -inf for rows without keys.
     """
+    use = use.unpacked()
     narrow = replace(use, v=use.v[..., :16], empty_rows="nan", out_dtype=None)
     return _run(narrow, Tiles(32, 2, 2, turns=False), "split")[1]
 
@@ -187,7 +192,7 @@ def _run(
         b, n, use.k.shape[2], *widths, seen, use.scale, use.softcap, config,
         bool(saves), terms, extra_of(use.extra), saves == "split", swapped,
         jnp.dtype(use.out_dtype or use.q.dtype), parts(use.weights),
-        use.by_rows(widths),
+        use.by_rows(widths), use.heads,
     )  # fmt: skip
     made = _call(
         p, use.empty_rows in ZERO and seen.may_be_empty, _named(p, use, arrays)
@@ -197,7 +202,7 @@ def _run(
 
 def _named(p: _Problem, use: Use, extra: dict[str, Array]) -> dict[str, Array]:
     """The kernel's arrays by name. `extra` has those of operands beside q, k and v."""
-    named = {"q": use.q, "k": use.k, "v": use.v}
+    named = use.tensors()
     named |= {name: named[name].swapaxes(1, 2) for name in p.swapped}
     named |= pallas.dealt(p.order) | use.numbers() | extra
     found = block_masks.table(
@@ -292,8 +297,9 @@ class _Block:
     def send(self, name: str, at: tuple[Any, Any, Any], slot: Any) -> None:
         """Copies a head's rows: `at` is their batch entry, they, and the head."""
         entry, rows, head = at
+        head = head_in_array(self.p.packed, name, head)
         x, ready = self.named, self.named[f"{name}_ready"].at[slot]
-        at = (entry, head, rows) if name in self.p.swapped else at
+        at = (entry, head, rows) if name in self.p.swapped else (entry, rows, head)
         place = x[f"{name}_rows"].at[slot]
         for source, target in panels.parts(self.given[name], at, place):
             plgpu.copy_gmem_to_smem(source, target, ready)

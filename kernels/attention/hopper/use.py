@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -14,10 +14,23 @@ from rewriter.kernels.attention.hopper.config import EDGE
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.kernel import Heads
     from rewriter.ops.score import Score
 
 EXTRA = ("bias", "mask", "q_segments", "kv_segments", "alibi", "sinks", "score")
 """What changes scores beside positions."""
+
+
+def head_in_array(packed: tuple[tuple[str, Heads], ...], name: str, head: Any) -> Any:
+    """Returns the number of an operand's head in the array that is read.
+
+    Args:
+        packed: `Use.heads`.
+        name: The operand, or any other array.
+        head: Its head.
+    """
+    at = dict(packed).get(name)
+    return head if at is None else at.first + at.step * head
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class Use:
         weights: Whether v is multiplied with twice the digits of q's dtype, where not
             None; see `rewriter.kernels.attention.weights`.
         score: A function that scores go through before all else.
+        packed: By names among q, k and v, an array [b, t, heads, h] to read instead,
+            and the operand's heads in it.
         read: What it reads, by name: `rewriter.kernels.attention.scored_form`.
     """
 
@@ -70,7 +85,23 @@ class Use:
     out_dtype: str | None = None
     weights: str | None = None
     score: Score | None = None
+    packed: Mapping[str, tuple[Array, Heads]] = field(default_factory=dict)
     read: Mapping[str, Array] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Array]:
+        """Returns the arrays from which q, k and v are read, by name."""
+        own = {"q": self.q, "k": self.k, "v": self.v}
+        return own | {name: array for name, (array, _) in self.packed.items()}
+
+    @property
+    def heads(self) -> tuple[tuple[str, Heads], ...]:
+        """The heads of packed operands by name."""
+        return tuple((name, heads) for name, (_, heads) in sorted(self.packed.items()))
+
+    def unpacked(self) -> Use:
+        """Returns the use with packed operands cut out, for code beside the kernels."""
+        cut = {n: array[:, :, at.indices] for n, (array, at) in self.packed.items()}
+        return replace(self, packed={}, **cut)
 
     @property
     def lengths(self) -> tuple[int, int]:

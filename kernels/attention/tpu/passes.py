@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import NAN, PASSES, ZERO
+from rewriter.kernels.attention.empty import NAN, PASSES, ZERO, if_any
 from rewriter.kernels.attention.tpu import (
     backward_kernel,
     bias_kernel,
@@ -149,9 +149,10 @@ def backward(
         grads["sinks"] = -(jnp.exp(share) * delta).sum((0, 2))
     if p.may_be_empty and p.empty_rows in PASSES:
         lse = jnp.where(empty, -jnp.inf, 0.0)
-        grads = xla.with_passed(
-            grads, operands, params, out=out, lse=lse, cotangent=cotangent
+        completed = lambda given: xla.with_passed(
+            given, operands, params, out=out, lse=lse, cotangent=cotangent
         )
+        grads = if_any(empty, grads, completed)
     return {n: x.astype(operands[n].dtype) for n, x in grads.items()}
 
 

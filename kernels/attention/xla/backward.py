@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import NAN, PASSES, PASSING, ZERO, passed
+from rewriter.kernels.attention.empty import (
+    AVERAGED,
+    NAN,
+    PASSES,
+    PASSING,
+    ZERO,
+    if_any,
+    passed,
+)
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
 from rewriter.kernels.attention.xla.forward import first_sums, kept_factors, running
 from rewriter.kernels.attention.xla.problem import Problem, problem_of
@@ -72,7 +80,8 @@ def with_passed(
 ) -> dict[str, Array]:
     """Returns cotangents with the share that rows without keys pass to their scores.
 
-    It serves kernels that compute the cotangents of other rows, and of v.
+    It serves kernels that compute the cotangents of other rows, and of v. It is meant
+    for `if_any`: the share is computed whether or not there is such a row.
 
     Args:
         grads: The cotangents to complete.
@@ -89,17 +98,14 @@ def with_passed(
         made = _of_tiles(p, [n for n in grads if n != "v"])
     else:
         made = passed(names, params, lse == -jnp.inf, cotangent)
-    return dict(grads) | {
-        n: (grads[n] + x).astype(grads[n].dtype) for n, x in made.items() if n in grads
-    }
+    return dict(grads) | {n: grads[n] + x for n, x in made.items() if n in grads}
 
 
 def _of_tiles(p: Problem, names: Iterable[str]) -> dict[str, Array]:
     """Returns the share of rows without keys in cotangents, from all tiles."""
     none = {n: p.full(p.arrays[n].shape, p.wide) for n in _floats(p)}
     none |= {n: p.full(p.arrays[n].shape, p.wide) for n in "qkv"}
-    some = jnp.any(p.arrays["lse"] == -jnp.inf)
-    made = lax.cond(some, lambda: _over_rows(p, none, averaged=True), lambda: none)
+    made = _over_rows(p, none, averaged=True)
     return {n: made[n] for n in names}
 
 
@@ -328,30 +334,30 @@ def _add_heads(step: Step, into: Array, x: Array) -> Array:
 
 def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
     """Returns cotangents with the share of rows without keys, if any."""
-    z, wide = p.sizes, p.wide
     if "sinks" in p.arrays or not _may_be_empty(p):
         return {}
     empty = p.arrays["lse"] == -jnp.inf
-    if p.empty_rows in ZERO:
-        return _passed(p, grads, empty) if p.empty_rows in PASSES else {}
-    dv = grads["v"]
+    if p.empty_rows in ZERO and p.empty_rows not in PASSES:
+        return {}
+    return if_any(empty, grads, lambda given: _of_empty(p, given, empty))
+
+
+def _of_empty(p: Problem, grads: dict[str, Array], empty: Array) -> dict[str, Array]:
+    """Returns the cotangents that rows without keys change, with their share."""
+    z, dv = p.sizes, grads["v"]
+    if p.empty_rows == PASSING and _by_tiles(p):
+        return _over_rows(p, grads, averaged=True)
+    if "dropout" in p.arrays and p.empty_rows in AVERAGED:
+        names = {"v": dv, "dropout": grads["dropout"]}
+        return _dropped_mean_backward(p, names)
+    made = {}
     if p.empty_rows in NAN:
         bad = empty.reshape(z.b, z.heads, -1).any(-1)[:, None, :, None]
         made = {"v": jnp.where(bad, jnp.nan, dv)}
-        return made | (_passed(p, grads, empty) if p.empty_rows in PASSES else {})
-    if p.empty_rows == PASSING and _by_tiles(p):
-        return lax.cond(
-            jnp.any(empty), lambda: _over_rows(p, grads, averaged=True), lambda: grads
-        )
-    if "dropout" in p.arrays:
-        names = {"v": dv, "dropout": grads["dropout"]}
-        return lax.cond(
-            jnp.any(empty), lambda: _dropped_mean_backward(p, names), lambda: names
-        )
-    up = p.arrays["cotangent"].astype(wide)
-    up = jnp.where(empty.swapaxes(1, 2)[..., None], up, 0).sum(1) / number(z.s)
-    up = up.reshape(z.b, 1, z.heads, z.group, -1).sum(3)
-    made = {"v": (dv.astype(wide) + up).astype(dv.dtype)}
+    elif p.empty_rows in AVERAGED:
+        up = p.arrays["cotangent"].astype(p.wide)
+        up = jnp.where(empty.swapaxes(1, 2)[..., None], up, 0).sum(1) / number(z.s)
+        made = {"v": dv + up.reshape(z.b, 1, z.heads, z.group, -1).sum(3)}
     return made | (_passed(p, grads, empty) if p.empty_rows in PASSES else {})
 
 
@@ -359,7 +365,7 @@ def _passed(p: Problem, grads: dict[str, Array], empty: Array) -> dict[str, Arra
     """Returns the cotangents that rows without keys pass something to."""
     params = {"scale": p.scale, "empty_rows": p.empty_rows}
     more = passed(p.arrays, params, empty, p.arrays["cotangent"])
-    return {n: (grads[n] + x).astype(grads[n].dtype) for n, x in more.items()}
+    return {n: grads[n] + x for n, x in more.items()}
 
 
 def _by_tiles(p: Problem) -> bool:

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from rewriter.ops.cost import Cost
-from rewriter.site import residual_stream, site
+from rewriter.site import packed, residual_stream, site
 from rewriter.site.uses import shaped, without_levels
 
-SITES = (site.site_p, site.site_on_devices_p, residual_stream.site_p)
+SITES = (site.site_p, site.site_on_devices_p, residual_stream.site_p, packed.site_p)
 
 
 def flops_of(eqn: Any) -> Cost | None:

@@ -116,10 +116,17 @@ def test_it_is_chosen_for_gradients_on_hopper_gpus(norm: Any) -> None:
     assert (site.kernel, site.origin, site.backward) == ("hopper", "estimated", True)
     (site,) = rewriter.explain(norm, target="h200", tune="off")(*given).sites
     assert site.kernel == "xla"  # as fast
-    fewer = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), given[1]
-    (site,) = rewriter.explain(both, target="h200", tune="off")(*fewer).sites
-    assert site.kernel == "xla"
+    for rows, kernel in ((4096, "hopper"), (2048, "hopper"), (1024, "xla")):
+        fewer = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16), given[1]
+        (site,) = rewriter.explain(both, target="h200", tune="off")(*fewer).sites
+        assert site.kernel == kernel
     assert "measured for rows of 1024" in dict(site.not_chosen)["hopper"]
+    small = (
+        jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16),
+        jax.ShapeDtypeStruct((512,), jnp.float32),
+    )
+    (site,) = rewriter.explain(both, target="h100", tune="off")(*small).sites
+    assert site.kernel == "hopper"
     narrow = (
         jax.ShapeDtypeStruct((18464, 768), jnp.bfloat16),
         jax.ShapeDtypeStruct((768,), jnp.float32),

@@ -1,0 +1,137 @@
+"""Reads a value as a strided view of the array that it is a part of.
+
+    a = slice[0:8, 0:64, 768:1536] x          a[i, j, k] = x[i, j, 768 + k]
+    v = reshape[8, 64, 12, 64] a              v[i, j, n, k] = x[i, j, 768 + 64 n + k]
+
+Slices, splits, transposes, and reshapes move no numbers: each result is an offset into
+the array and a stride for each axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rewriter import _jax
+
+
+@dataclass(frozen=True)
+class View:
+    """A part of an array, in its row-major order.
+
+    Attributes:
+        source: The array's variable.
+        offset: The place of the part's first element.
+        shape: The part's shape.
+        strides: How far the elements along each axis are apart.
+    """
+
+    source: Any
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def view_of(atom: Any, makers: Mapping[Any, Any]) -> View | None:
+    """Returns a value as a view of an array; None for literals and symbolic sizes.
+
+    Args:
+        atom: A variable.
+        makers: The equation that makes a variable, for all of a body but its inputs.
+    """
+    if _jax.is_literal(atom) or not _has_numbers(atom.aval.shape):
+        return None
+    maker = makers.get(atom)
+    rule = None if maker is None else _RULES.get(maker.primitive.name)
+    before = view_of(maker.invars[0], makers) if rule else None
+    found = rule(maker, before, atom) if rule and before else None
+    return found or _whole(atom)
+
+
+def _has_numbers(shape: Sequence[Any]) -> bool:
+    return all(isinstance(d, int) for d in shape)
+
+
+def _whole(atom: Any) -> View:
+    shape = tuple(atom.aval.shape)
+    return View(atom, 0, shape, _row_major(shape))
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+# ------------------------------------------------------------- of each primitive
+def _sliced(eqn: Any, x: View, out: Any) -> View:
+    starts, steps = eqn.params["start_indices"], eqn.params["strides"]
+    steps = steps or (1,) * len(starts)
+    offset = x.offset + sum(a * b for a, b in zip(starts, x.strides, strict=True))
+    strides = tuple(a * b for a, b in zip(steps, x.strides, strict=True))
+    return View(x.source, offset, tuple(out.aval.shape), strides)
+
+
+def _split(eqn: Any, x: View, out: Any) -> View:
+    axis, sizes = eqn.params["axis"], eqn.params["sizes"]
+    before = sum(sizes[: list(eqn.outvars).index(out)])
+    offset = x.offset + before * x.strides[axis]
+    return View(x.source, offset, tuple(out.aval.shape), x.strides)
+
+
+def _transposed(eqn: Any, x: View, out: Any) -> View:
+    order = eqn.params["permutation"]
+    return View(
+        x.source, x.offset, tuple(out.aval.shape), tuple(x.strides[i] for i in order)
+    )
+
+
+def _squeezed(eqn: Any, x: View, out: Any) -> View:
+    gone = eqn.params["dimensions"]
+    kept = [s for i, s in enumerate(x.strides) if i not in gone]
+    return View(x.source, x.offset, tuple(out.aval.shape), tuple(kept))
+
+
+def _broadcast(eqn: Any, x: View, out: Any) -> View | None:
+    """Only new axes of size 1 are a view that a kernel can read."""
+    shape, places = tuple(out.aval.shape), eqn.params["broadcast_dimensions"]
+    if math.prod(shape) != math.prod(x.shape):
+        return None
+    strides = [1] * len(shape)
+    for place, stride in zip(places, x.strides, strict=True):
+        strides[place] = stride
+    return View(x.source, x.offset, shape, tuple(strides))
+
+
+def _reshaped(eqn: Any, x: View, out: Any) -> View | None:
+    """Splits axes, and merges those whose elements follow each other."""
+    if eqn.params.get("dimensions") is not None:
+        return None
+    shape = tuple(out.aval.shape)
+    old = [(d, s) for d, s in zip(x.shape, x.strides, strict=True) if d != 1]
+    strides, size, stride = [], 1, 1
+    for d in reversed(shape):
+        if size == 1 and d != 1:
+            if not old:
+                return None
+            size, stride = old.pop()
+        while d > size:  # merges with the axis before
+            if not old or old[-1][1] != stride * size:
+                return None
+            size *= old.pop()[0]
+        if size % d:
+            return None
+        strides.append(stride)
+        size, stride = size // d, stride * d
+    return View(x.source, x.offset, shape, tuple(reversed(strides)))
+
+
+def _same(eqn: Any, x: View, out: Any) -> View:
+    del eqn, out
+    return x
+
+
+_RULES: dict[str, Callable[[Any, View, Any], View | None]] = {
+    "slice": _sliced, "split": _split, "transpose": _transposed, "squeeze": _squeezed,
+    "broadcast_in_dim": _broadcast, "reshape": _reshaped, "copy": _same, "name": _same,
+}  # fmt: skip

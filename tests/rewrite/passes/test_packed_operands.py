@@ -1,0 +1,286 @@
+"""Queries, keys and values of one product: what kernels are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+import rewriter
+from rewriter import _jax
+from rewriter.ops.kernel import Heads
+from rewriter.site import packed
+
+B, T, N, M, H, D = 2, 16, 4, 2, 8, 32
+"""Batch, positions, heads, heads of keys, their width, and the model's."""
+
+HOPPER = {"attention": "hopper"}
+X = jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16)
+
+
+def weights(count: int) -> jax.ShapeDtypeStruct:
+    """Those of a product that gives some heads."""
+    return jax.ShapeDtypeStruct((D, count * H), jnp.bfloat16)
+
+
+def attention(q: Any, k: Any, v: Any) -> jax.Array:
+    """Of [b, t, n, h]."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
+    seen = jnp.tril(jnp.ones((T, T), bool))
+    scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+def heads_first(q: Any, k: Any, v: Any) -> jax.Array:
+    """Of [b, n, t, h]."""
+    return attention(*(x.transpose(0, 2, 1, 3) for x in (q, k, v)))
+
+
+def heads(x: Any) -> Any:
+    return x.reshape(B, T, -1, H)
+
+
+def split_in_three(x: Any, w: Any) -> Any:
+    return attention(*map(heads, jnp.split(x @ w, 3, -1)))
+
+
+def sliced(x: Any, w: Any) -> Any:
+    qkv = x @ w
+    n = N * H
+    return attention(heads(qkv[..., :n]), heads(qkv[..., n : 2 * n]),
+                     heads(qkv[..., 2 * n :]))  # fmt: skip
+
+
+def indexed(x: Any, w: Any) -> Any:
+    qkv = (x @ w).reshape(B, T, 3, N, H)
+    return attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
+
+
+def unpacked_after_transposing(x: Any, w: Any) -> Any:
+    q, k, v = (x @ w).reshape(B, T, 3, N, H).transpose(2, 0, 3, 1, 4)
+    return heads_first(q, k, v)
+
+
+def flattened_rows(x: Any, w: Any) -> Any:
+    qkv = (x.reshape(B * T, D) @ w).reshape(B, T, 3, N, H)
+    return attention(*(qkv[:, :, i] for i in range(3)))
+
+
+def with_bias(x: Any, w: Any) -> Any:
+    return attention(*map(heads, jnp.split(x @ w + w[0], 3, -1)))
+
+
+def with_a_name(x: Any, w: Any) -> Any:
+    made = jax.ad_checkpoint.checkpoint_name(x @ w, "qkv")
+    return attention(*map(heads, jnp.split(made, 3, -1)))
+
+
+def by_einsum(x: Any, w: Any) -> Any:
+    qkv = jnp.einsum("btd,dcnh->btcnh", x, w.reshape(D, 3, N, H))
+    return attention(*(qkv[:, :, i] for i in range(3)))
+
+
+def head_by_head(x: Any, w: Any) -> Any:
+    return attention(*jnp.split((x @ w).reshape(B, T, N, 3 * H), 3, -1))
+
+
+def every_third_head(x: Any, w: Any) -> Any:
+    qkv = heads(x @ w)
+    return attention(qkv[:, :, ::3], qkv[:, :, 1::3], qkv[:, :, 2::3])
+
+
+def grouped(x: Any, w: Any) -> Any:
+    parts = jnp.split(heads(x @ w), [N, N + M], 2)
+    return attention(*parts)
+
+
+def keys_in_one(x: Any, w: Any) -> Any:
+    q = heads(x @ w[:, : N * H])
+    k, v = jnp.split(heads(x @ w[:, N * H :]), 2, 2)
+    return attention(q, k, v)
+
+
+def checkpointed(x: Any, w: Any) -> Any:
+    return jax.checkpoint(split_in_three)(x, w)
+
+
+def layers(x: Any, w: Any) -> Any:
+    def layer(x: Any, _: None) -> Any:
+        return split_in_three(x, w).reshape(B, T, D), None
+
+    return jax.lax.scan(layer, x, None, length=2)[0]
+
+
+THIRDS = tuple(Heads(i * N, 1, N, 3 * N) for i in range(3))
+EVERY_THIRD = tuple(Heads(i, 3, N, 3 * N) for i in range(3))
+IN_ONE = (None, Heads(0, 1, M, 2 * M), Heads(M, 1, M, 2 * M))
+GROUPED = (
+    Heads(0, 1, N, N + 2 * M), Heads(N, 1, M, N + 2 * M), Heads(N + M, 1, M, N + 2 * M)
+)  # fmt: skip
+
+SPELLINGS: dict[Callable[..., Any], tuple[int, tuple[Heads | None, ...]]] = {
+    split_in_three: (3 * N, THIRDS),
+    sliced: (3 * N, THIRDS),
+    indexed: (3 * N, THIRDS),
+    unpacked_after_transposing: (3 * N, THIRDS),
+    flattened_rows: (3 * N, THIRDS),
+    with_bias: (3 * N, THIRDS),
+    with_a_name: (3 * N, THIRDS),
+    by_einsum: (3 * N, THIRDS),
+    head_by_head: (3 * N, EVERY_THIRD),
+    every_third_head: (3 * N, EVERY_THIRD),
+    grouped: (N + 2 * M, GROUPED),
+    keys_in_one: (N + 2 * M, IN_ONE),
+    checkpointed: (3 * N, THIRDS),
+    layers: (3 * N, THIRDS),
+}
+
+
+def read(program: Any) -> Iterator[tuple[str, dict[str, Heads]]]:
+    """Each site that reads packed operands, and their heads, at any depth."""
+    body = getattr(program, "jaxpr", program)
+    for eqn in body.eqns:
+        if eqn.primitive in packed.OF.values():
+            yield eqn.primitive.name, {n: at for n, _, at in eqn.params["parts"]}
+        elif _jax.call_kind(eqn):
+            yield from read(_jax.call_body(eqn))
+
+
+def drawn(*shapes: Any) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [
+        (0.3 * jax.random.normal(k, s.shape)).astype(s.dtype)
+        for k, s in zip(keys, shapes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("fn", SPELLINGS, ids=lambda fn: fn.__name__)
+def test_parts_of_one_product_are_read_in_place(fn: Callable[..., Any]) -> None:
+    """Forward and in gradients: the same heads, and the same numbers."""
+    count, places = SPELLINGS[fn]
+    want = {n: at for n, at in zip("qkv", places, strict=True) if at}
+    args = X, weights(count)
+    loss = lambda x, w: fn(x, w).astype(jnp.float32).sum()
+    fast = rewriter.optimize(jax.grad(loss, (0, 1)), implementation=HOPPER)
+    found = list(read(fast.jaxpr(*args)))
+    names = [name for name, _ in found]
+    assert names.count("rewriter_site_backward") == 1 or fn is layers
+    assert found
+    assert all(at == want for _, at in found)
+    given = drawn(*args)
+    for x, y in zip(fast(*given), jax.grad(loss, (0, 1))(*given), strict=True):
+        gap = jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32)).max()
+        assert gap <= 0.02 * jnp.abs(y.astype(jnp.float32)).max()
+
+
+@pytest.mark.parametrize(
+    "fn", [unpacked_after_transposing, head_by_head, grouped], ids=lambda f: f.__name__
+)
+def test_the_heads_named_are_the_operands(fn: Callable[..., Any]) -> None:
+    args = X, weights(SPELLINGS[fn][0])
+    program = rewriter.optimize(fn, implementation=HOPPER).jaxpr(*args)
+    (at,) = [i for i, e in enumerate(program.eqns) if e.primitive in packed.OF.values()]
+    site = program.eqns[at]
+    names, parts = site.params["use"].names, site.params["parts"]
+    every = site.invars
+    before = _jax.with_equations(program, program.eqns[:at], every)
+    values = jaxpr_as_fun(before)(*drawn(*args))
+    operands = dict(zip(names, values[: len(names)], strict=True))
+    for name, number, place in parts:
+        array = values[len(names) + number].reshape(B, T, place.all, H)
+        np.testing.assert_array_equal(array[:, :, place.indices], operands[name])
+
+
+def rotated(x: Any, w: Any) -> Any:
+    """q and k are computed from parts: only v lies in the product."""
+    q, k, v = map(heads, jnp.split(x @ w, 3, -1))
+    return attention(jnp.sin(q), jnp.cos(k), v)
+
+
+def left_out(x: Any, w: Any) -> Any:
+    """A part that attention does not read."""
+    q, k, v, _ = map(heads, jnp.split(x @ w, 4, -1))
+    return attention(q, k, v)
+
+
+def from_later_positions(x: Any, w: Any) -> Any:
+    """Positions of one array are no heads of the same positions."""
+    both = jnp.concatenate([x @ w, x @ w], 1).reshape(B, 2 * T, N, H)
+    return attention(both[:, :T], both[:, T:], both[:, T:])
+
+
+def thirds_first(x: Any, w: Any) -> Any:
+    """Each part is a whole array already."""
+    qkv = jnp.einsum("btd,dcnh->cbtnh", x, w.reshape(D, 3, N, H))
+    return attention(*qkv)
+
+
+def reversed_heads(x: Any, w: Any) -> Any:
+    return attention(*(heads(p)[:, :, ::-1] for p in jnp.split(x @ w, 3, -1)))
+
+
+@pytest.mark.parametrize(
+    ("fn", "count"),
+    [
+        (rotated, 3 * N), (left_out, 4 * N), (from_later_positions, N),
+        (thirds_first, 3 * N), (reversed_heads, 3 * N),
+    ],
+)  # fmt: skip
+def test_other_operands_are_copied(fn: Callable[..., Any], count: int) -> None:
+    fast = rewriter.optimize(fn, implementation=HOPPER)
+    assert fast.report(X, weights(count)).counts()["attention"] == 1
+    assert not list(read(fast.jaxpr(X, weights(count))))
+
+
+def test_a_kernel_that_reads_none_is_told_nothing() -> None:
+    fast = rewriter.optimize(
+        split_in_three, implementation={"attention": "memory_bounded"}
+    )
+    assert not list(read(fast.jaxpr(X, weights(3 * N))))
+
+
+def test_it_can_be_left_out() -> None:
+    fast = rewriter.optimize(
+        split_in_three, implementation=HOPPER, disable=("packed_operands",)
+    )
+    assert not list(read(fast.jaxpr(X, weights(3 * N))))
+
+
+def test_it_can_be_transformed() -> None:
+    """Under vmap, in both modes and twice, it is the site of separate operands."""
+    x, w = drawn(X, weights(3 * N))
+    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    fast = rewriter.optimize(split_in_three, implementation=HOPPER)
+    assert list(read(fast.jaxpr(X, weights(3 * N))))
+    wide = lambda f: lambda x: f(x.astype("bfloat16"), w.astype("bfloat16"))
+    own, plain = (lambda x, f=f: wide(f)(x).astype("float32").sum() for f in (
+        fast, split_in_three))  # fmt: skip
+    for change in (
+        jax.vmap,
+        jax.grad,
+        lambda f: jax.grad(lambda x: jax.grad(f)(x).sum()),
+    ):
+        given = jnp.stack([x, 2 * x]) if change is jax.vmap else x
+        got, want = change(own)(given), change(plain)(given)
+        assert jnp.abs(got - want).max() <= 0.05 * jnp.abs(want).max()
+    _, along = jax.jvp(own, (x,), (x,))
+    _, wanted = jax.jvp(plain, (x,), (x,))
+    assert jnp.abs(along - wanted) <= 0.05 * jnp.abs(wanted) + 0.05
+
+
+@pytest.mark.parametrize("passes", ["forward", "gradient"])
+def test_it_is_lowered_for_gpus(passes: str) -> None:
+    """The kernel's operand is the product itself."""
+    loss = lambda x, w: split_in_three(x, w).astype(jnp.float32).sum()
+    fn = split_in_three if passes == "forward" else jax.grad(loss)
+    fast = rewriter.optimize(fn, implementation=HOPPER, strict=True)
+    lowered = fast.trace(X, weights(3 * N)).lower(lowering_platforms=("cuda",))
+    calls = [x for x in lowered.as_text().splitlines() if "mosaic_gpu" in x]
+    assert calls
+    assert all(f"tensor<{B}x{T}x{3 * N}x{H}xbf16>" in x for x in calls)
