@@ -60,11 +60,13 @@ class EmptyRow:
             it (``0 * nan``).
         halves_gradients: Whether half of a gradient passes to the scores: a maximum of
             two equal numbers passes half of it to either.
+        passes: Whether a gradient passes to the scores at all.
     """
 
     gives: str
     breaks_gradients: bool = False
     halves_gradients: bool = False
+    passes: bool = False
 
 
 def empty_row(
@@ -74,6 +76,7 @@ def empty_row(
     products: Sequence[tuple[Node, int]],
     value: int,
     factor: tuple[frozenset[int], float] = (frozenset(), 1.0),
+    live: frozenset[int] | None = None,
 ) -> EmptyRow:
     """What a row without keys gives.
 
@@ -86,6 +89,7 @@ def empty_row(
         value: The region's result.
         factor: The factor of the weights, as in dropout: arrays, which count as one,
             and a number.
+        live: What is asked about in place of the scores, where it comes to gradients.
     """
     ones, number = factor
     support, table = ev.alg.bools[keep]
@@ -98,13 +102,14 @@ def empty_row(
     if len(empty) > COMBINATIONS:  # the mask is one condition
         names, empty, whole = [], [0], _conditions(ev, keep)
     seen: set[Any] = set()
-    breaks = halves = False
+    breaks = halves = passes = False
     numbers = all(isinstance(n, int) for n in ev.alg.sizes.values())
     for row, unit in itertools.product(empty, UNITS[:1] if numbers else UNITS):
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
-        run = _Row(ev, truth, scores, products, ones, unit)
+        run = _Row(ev, truth, scores, products, ones, unit, live)
         run.whole = whole
         out = run(value)
+        passes |= value in run.live
         run.follow_branches()
         verdict = run.verdict(out, number)
         breaks |= run.breaks
@@ -116,10 +121,11 @@ def empty_row(
             verdict = "mean_passing" if everything else UNKNOWN
         seen.add((verdict, tuple(run.peaks)))
     if {name for name, _ in seen} == {"nan", "nan_passing"}:
-        return EmptyRow("nan")  # a row is hidden by both, or by either
+        # A row is hidden by both, or by either.
+        return EmptyRow("nan", passes=passes)
     if len(seen) != 1:
-        return EmptyRow(UNKNOWN, breaks, halves)
-    return EmptyRow(next(iter(seen))[0], breaks, halves)
+        return EmptyRow(UNKNOWN, breaks, halves, passes)
+    return EmptyRow(next(iter(seen))[0], breaks, halves, passes)
 
 
 def _conditions(ev: Evaluator, b: int) -> Any:
@@ -143,7 +149,7 @@ class _Row:
         halves: Whether a maximum of equal numbers is between them.
     """
 
-    def __init__(self, ev, truth, scores, products, ones, unit):
+    def __init__(self, ev, truth, scores, products, ones, unit, live=None):
         self.ev, self.g, self.truth, self.ones = ev, ev.g, truth, ones
         self.unit = unit
         self.scores = scores
@@ -151,7 +157,7 @@ class _Row:
         self.memo: dict[int, Abstract] = {}
         self.peaks: list[float] = []
         self.added: list[float] = []
-        self.live = set(scores)
+        self.live = set(scores if live is None else live)
         self.breaks = self.halves = False
         self.whole: Any = None
         self.branches: list[int] = []
@@ -382,7 +388,8 @@ class _Row:
         if prim == "mul" and SCORES in args and ("c", 0) in args:
             return ("c", 0.0)  # hidden by a product: nothing passes to the scores
         absorbs = absorbing(self.g.dtype(value))
-        if prim in ("add", "sub") and (SCORES in args or UNKNOWN in args):
+        alive = not self.live.isdisjoint(node.ins)
+        if prim in ("add", "sub") and alive and (SCORES in args or UNKNOWN in args):
             known = [abs(float(x[1])) for x in args if isinstance(x, tuple)]
             self.added += [c for c in known if c >= absorbs and math.isfinite(c)]
         return mixed(prim, args, absorbs)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rewriter.algebra.normal_form import TRUE, Poly
 from rewriter.find.reading import Refused, size
 from rewriter.patterns.attention.axes import Axes
+from rewriter.patterns.attention.bias_gradients import require_gradients_alike
 from rewriter.patterns.attention.empty_rows import EmptyRow, empty_row
 from rewriter.patterns.attention.masks import Masks
 from rewriter.patterns.attention.operands import Operands
@@ -47,6 +48,10 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     if kept == TRUE or _is_never_empty(softmax, axes, masks):
         return Rows(None, notes)
     row = _empty_row(softmax, kept, operands)
+    if not softmax.parts.sink:
+        require_gradients_alike(
+            softmax, row, lambda live: _empty_row(softmax, kept, operands, live)
+        )
     give = "zero" if softmax.parts.zero_rows else row.gives
     if row.breaks_gradients and give == "zero" and not softmax.parts.sink:
         return Rows("zero_nan_passing", notes)
@@ -99,13 +104,18 @@ def _may_lose_rows(softmax: Softmax, axes: Axes) -> bool:
     )
 
 
-def _empty_row(softmax: Softmax, kept: int, operands: Operands) -> EmptyRow:
+def _empty_row(
+    softmax: Softmax,
+    kept: int,
+    operands: Operands,
+    live: frozenset[int] | None = None,
+) -> EmptyRow:
     alg, parts = softmax.alg, softmax.parts
     atoms = set().union(*(alg.leaves(a) for a, _ in operands.dropped))
     atoms |= alg.poly_leaves(alg.of_bool(parts.drop_flag))
     dropped = frozenset(softmax.values_of(atoms)), parts.factor
     return empty_row(
-        softmax.ev, kept, softmax.scores, softmax.products, softmax.value, dropped
+        softmax.ev, kept, softmax.scores, softmax.products, softmax.value, dropped, live
     )
 
 

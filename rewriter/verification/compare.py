@@ -201,6 +201,7 @@ class _Both:
                 again=lambda k=k: [run[k] for run in again()],
                 gradient=k in self.gradients,
                 scaled=probe is not None and probe.scaled,
+                infinite=probe is not None and probe.infinite,
                 always=always,
                 together=probe is None,
                 unit=unit,

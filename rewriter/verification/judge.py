@@ -98,6 +98,7 @@ def judged(
     again: Runs = tuple,
     gradient: bool = False,
     scaled: bool = False,
+    infinite: bool = False,
     always: bool = False,
     together: bool = False,
     unit: float = 0.0,
@@ -117,6 +118,8 @@ def judged(
             what cancels.
         scaled: Whether the arguments are of unusual size. Then rows where float64 gives
             other values prove nothing, and gradients are only checked for being finite.
+        infinite: Whether arguments hold an infinity or a NaN. Then what was finite must
+            stay so. Entries that were not may be: a rewrite may leave out ``0 * nan``.
         always: Whether to call the other two in any case, for their errors.
         together: Whether to judge all rows of a gradient together, too.
         unit: The size of the program's arguments. Where float64 gives zero, roundings
@@ -129,7 +132,8 @@ def judged(
     with np.errstate(all="ignore"):
         return _judged(
             written, rewritten, coarse, shaken, exact, again=again, gradient=gradient,
-            scaled=scaled, always=always, together=together, unit=unit,
+            scaled=scaled, infinite=infinite, always=always, together=together,
+            unit=unit,
         )  # fmt: skip
 
 
@@ -143,6 +147,7 @@ def _judged(
     again: Runs,
     gradient: bool,
     scaled: bool,
+    infinite: bool,
     always: bool,
     together: bool,
     unit: float,
@@ -155,20 +160,23 @@ def _judged(
         return Verdicts()
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return _exactly(a, b, shaken)
+    seen = np.isfinite(a) | (not infinite)
+    shown = lambda x: np.where(seen, x, x.dtype.type(0))
+    a, b = shown(a), shown(b)
     floor = FLOOR_OF_GRADIENTS if gradient else FLOOR
     case = _Case(a, b, coarse, floor=floor)
     sizes = not (scaled and gradient)  # else roundings are of the size of what is left
     if case.fine(gradient, sizes) and not always:
         return case.verdicts(gradient, sizes)
-    reference = None if exact is None else _wide(_host(exact()))
+    reference = None if exact is None else _wide(shown(_host(exact())))
     case = _Case(a, b, coarse, (), reference, scaled, floor, unit)
     if not case.fine(gradient, sizes):
-        others = [_wide(_host(x)) for x in shaken()]
+        others = [_wide(shown(_host(x))) for x in shaken()]
         case = _Case(a, b, coarse, others, reference, scaled, floor, unit)
         if gradient and sizes and together:
             case.compare_together()
         if gradient and sizes and not case.fine(gradient, sizes):
-            case.note_roundings([_wide(_host(x)) for x in again()])
+            case.note_roundings([_wide(shown(_host(x))) for x in again()])
     return case.verdicts(gradient, sizes)
 
 

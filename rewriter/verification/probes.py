@@ -22,6 +22,7 @@ MOST = 24
 """Probes of one program."""
 
 SCALED = ("x60", "x1e4", "x1e-20", "far from 0")
+INFINITE = ("one infinity", "one NaN")
 ALL_FLOATS = ("rows of zeros", "constant rows", "x60")
 """Changes that are applied to all floats together."""
 
@@ -36,11 +37,13 @@ class Probe:
         name: The change, such as ``"t: inf at the end"``.
         changed: The new arguments by position.
         scaled: Whether they are of unusual size.
+        infinite: Whether a number is infinite or NaN that no comparison reads.
     """
 
     name: str
     changed: Mapping[int, Any]
     scaled: bool = False
+    infinite: bool = False
 
     def of(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the arguments with the changes made, placed as they were."""
@@ -69,7 +72,12 @@ def probes(
     floats = [k for k, x in hosts.items() if is_float(x) and not deciding[k]]
     turns = [
         [
-            Probe(f"{called[k]}: {name}", {k: change(hosts[k])}, name in SCALED)
+            Probe(
+                f"{called[k]}: {name}",
+                {k: change(hosts[k])},
+                name in SCALED,
+                name in INFINITE,
+            )
             for name, change in _changes(hosts[k], deciding[k])
         ]
         for k in sorted(hosts, key=lambda k: _rank(hosts[k], deciding[k]))[:MOST]
@@ -127,6 +135,17 @@ def _every_fifth(values: Callable[[np.ndarray], Sequence[Any]]) -> Change:
         flat, new = x.reshape(-1).copy(), values(x)
         places = np.unique([*range(0, flat.size, 5), flat.size - 1])
         flat[places] = np.resize(np.asarray(new, x.dtype), places.size)
+        return flat.reshape(x.shape)
+
+    return change
+
+
+def _last(value: float) -> Change:
+    """The last entry."""
+
+    def change(x: np.ndarray) -> np.ndarray:
+        flat = x.reshape(-1).copy()
+        flat[-1] = value
         return flat.reshape(x.shape)
 
     return change
@@ -191,11 +210,14 @@ FLOATS: dict[str, Change] = {
     "inf at the end": _from(0.75, 1, np.inf),
     "-inf at the start": _from(0, 0.25, -np.inf),
     "some not a number": _every_fifth(lambda x: [np.nan]),
+    "one infinity": _last(np.inf),
+    "one NaN": _last(np.nan),
     "all equal": _filled(1),
     "counted": _counted,
 }
 OTHERS = (
-    "one-hot", "rows of zeros", "constant rows", "x60", "far from 0", "x1e4", "x1e-20",
+    "one-hot", "rows of zeros", "constant rows", "x60", "one infinity", "far from 0",
+    "x1e4", "x1e-20", "one NaN",
 )  # fmt: skip
 DECIDING = (
     "inf at the end", "-inf at the start", "some not a number", "all equal", "x60",

@@ -156,3 +156,18 @@ def test_what_killed_writers_left_is_removed_when_it_is_old(folder) -> None:
     left = {p.name for p in folder.iterdir() if p.suffix != ".json"}
     assert left == {names[0], *names[2:]}
     assert written() == {1, 2}
+
+
+def test_what_killed_writers_left_is_removed_at_once(folder) -> None:
+    """If they ran on this machine; those of others may still run."""
+    ended = python("print()")
+    ended.communicate()
+    here = atomic._machine()
+    other = "0" * 8 if here != "0" * 8 else "1" * 8
+    numbers = {here: (ended.pid, os.getpid(), 10**30), other: (ended.pid,)}
+    names = [f".rewriter-{m}-{n}-0123abcd" for m, of in numbers.items() for n in of]
+    for name in names:
+        (folder / name).write_text("{")
+    cache.add(key(), [took("fast", 6.0, rows=2)])
+    left = {p.name for p in folder.iterdir() if p.suffix != ".json"}
+    assert left == {*names[1:]}

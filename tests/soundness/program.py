@@ -13,6 +13,12 @@ from jax import lax
 ROUNDED = ".astype(jnp.bfloat16).astype(jnp.float32)"
 """How programs round an operand, other than by its dtype."""
 
+NARROW = ".astype(jnp.bfloat16)"
+"""How those of `NARROWED` round what they go on with."""
+
+NARROWED = ("loss", "quantized")
+"""Kinds in which nothing is cast that only masks read."""
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -80,7 +86,8 @@ class Program:
     def eps(self) -> float:
         """The rounding of the narrowest float that operands go through."""
         narrow = any(a.operand and a.dtype != "float32" for a in self.arguments)
-        rounded = any(ROUNDED in line for line in self.lines)
+        cast = NARROW if self.kind in NARROWED else ROUNDED
+        rounded = any(cast in line for line in self.lines)
         return float(jnp.finfo(jnp.bfloat16 if narrow or rounded else jnp.float32).eps)
 
     @property

@@ -183,8 +183,9 @@ def _rows_of(block: Block, averaged: bool) -> _Rows:
     if p.sizes.rows_overlap:
         idle = idle | again
     top = jnp.where(idle, jnp.inf, top)
-    if p.score is not None and p.empty_rows in NAN and not averaged:
-        # Weights of a row that is -inf by its function are NaN, as written.
+    if p.empty_rows in NAN and not averaged:
+        # Where every score is -inf, by a bias or a function, weights are NaN as
+        # written. So are gradients of the keys that such a row sees.
         top = jnp.where(empty & ~again, jnp.nan, top)
     top = top[..., None]
     rest, idle = rest[..., None], idle[..., None]

@@ -66,9 +66,7 @@ def score_of(
         scalars = [jax.ShapeDtypeStruct((), dtype) for _, dtype in given]
         jaxpr = jax.make_jaxpr(function)(*scalars).jaxpr
         refs = dict(zip(jaxpr.invars, (ref for ref, _ in given), strict=True))
-        read = lambda v: (
-            number(v.val, v.aval.dtype) if hasattr(v, "val") else refs[v]
-        )
+        read = lambda v: number(v.val, v.aval.dtype) if hasattr(v, "val") else refs[v]
         for eqn in jaxpr.eqns:
             ins = tuple(map(read, eqn.invars))
             dtype = eqn.outvars[0].aval.dtype
@@ -331,9 +329,7 @@ def arguments(case: scores.Case) -> list[Any]:
 def forced(case: scores.Case, which: str) -> Function:
     """Returns a spelling whose site is computed by the Hopper kernel."""
     kernels = {"scored_attention": "hopper"}
-    return with_gradients(
-        rewriter.optimize(frame(case, which), implementation=kernels)
-    )
+    return with_gradients(rewriter.optimize(frame(case, which), implementation=kernels))
 
 
 @pytest.mark.once
@@ -342,9 +338,9 @@ def forced(case: scores.Case, which: str) -> Function:
 )
 def test_programs_are_lowered_without_a_gpu(name: str) -> None:
     case = next(c for c in scores.CASES if c.name == name)
-    exported = jax.export.export(
-        jax.jit(forced(case, "first")), platforms=["cuda"]
-    )(*arguments(case))
+    exported = jax.export.export(jax.jit(forced(case, "first")), platforms=["cuda"])(
+        *arguments(case)
+    )
     text = exported.mlir_module()
     assert text.count("mosaic_gpu_v2") >= 3
 
