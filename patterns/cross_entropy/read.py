@@ -348,4 +348,8 @@ LABELLED = frozenset({"gather", "eq"})
 PATTERN = ReaderPattern(
     LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED, of_rows=True
 )
-GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS, of_rows=True)
+CHOOSING = LABELLED | {"iota", "mul"}
+"""What picks one logit of a row, or weighs all by targets, where logits are given."""
+GIVEN_LOGITS = ReaderPattern(
+    GIVEN, ANCHORS, propose_given, STEPS, either=CHOOSING, of_rows=True
+)
