@@ -43,23 +43,26 @@ def stating(op: str) -> list[Kernel]:
 
 def test_the_plain_kernel_of_each_op_with_gradients_says_what_it_saves() -> None:
     for op in USES:
-        assert [k.name for k in stating(op)] == ["memory_bounded"]
+        assert "memory_bounded" in [k.name for k in stating(op)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("op", USES)
 def test_a_kernel_saves_what_it_says(op: str, dtype: str) -> None:
-    (kernel,) = stating(op)
     with jax.enable_x64(dtype == "float64"):
         given = operands(op, dtype)
         known = registry().op(op)
         spec = spec_of(known, given)
-        assert kernel.limits.supports(spec).ok
-        call = lambda **x: kernel.forward(**x, **dict(spec.params), residuals=True)
-        _, saved = jax.eval_shape(call, **given)
-        assert kernel.traits.saves is not None
-        stated = [(tuple(s), jnp.dtype(d)) for s, d in kernel.traits.saves(spec)]
-        assert stated == [shaped(x) for x in saved]
+        kernels = [k for k in stating(op) if k.limits.supports(spec).ok]
+        assert "memory_bounded" in [k.name for k in kernels]
+        for kernel in kernels:
+            call = lambda by=kernel, **x: by.forward(
+                **x, **dict(spec.params), residuals=True
+            )
+            _, saved = jax.eval_shape(call, **given)
+            assert kernel.traits.saves is not None
+            stated = [(tuple(s), jnp.dtype(d)) for s, d in kernel.traits.saves(spec)]
+            assert stated == [shaped(x) for x in saved]
 
 
 def spec_of(op: Any, given: dict[str, jax.ShapeDtypeStruct]) -> Any:

@@ -338,7 +338,7 @@ SPECS = (
 def test_it_is_chosen_for_gradients(target: str, norm: Any) -> None:
     (site,) = rewriter.explain(norm, target=target)(*SPECS).sites
     assert site.kernel == "xla"
-    assert "estimated to take" in dict(site.not_chosen)["mosaic_tpu"]
+    assert "estimated to" in dict(site.not_chosen)["mosaic_tpu"]
     (site,) = rewriter.explain(jax.grad(loss(norm), (0, 1)), target=target)(
         *SPECS
     ).sites

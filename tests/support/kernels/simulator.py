@@ -667,7 +667,14 @@ def simulated() -> Iterator[None]:
         patch.setattr(pallas, "wait_for_turn", _wait_for_turn)
         patch.setattr(pallas, "pass_turn", _pass_turn)
         _replace_shims(patch)
+        patch.setattr(backward_kernel, "if_any", _if_any)
         yield
+
+
+def _if_any(empty: Any, grads: dict[str, Any], completed: Any) -> dict[str, Any]:
+    """Chooses at once: the arrays have numbers."""
+    made = grads | (completed(grads) if np.asarray(empty).any() else {})
+    return {n: np.asarray(x).astype(grads[n].dtype) for n, x in made.items()}
 
 
 @contextmanager
