@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -22,6 +22,27 @@ def map_bodies(program: Any, change: Change, first: Change = lambda body: body) 
         first: Changes a body before its inner bodies.
     """
     return _Bodies(change, first).changed(program)
+
+
+def map_equations(
+    body: Any,
+    chosen: Callable[[Any], bool],
+    change: Callable[[Any, Mapping[Any, Any]], Any],
+) -> Any:
+    """Returns a body with some of its equations changed; itself if none is.
+
+    Args:
+        body: The body; bodies inside it stay.
+        chosen: Says whether an equation may change.
+        change: Changes an equation, given the equation that makes each variable.
+    """
+    if not any(map(chosen, body.eqns)):
+        return body
+    makers = {v: e for e in body.eqns for v in e.outvars}
+    eqns = [change(e, makers) if chosen(e) else e for e in body.eqns]
+    if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
+        return body
+    return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
 
 
 class _Bodies:

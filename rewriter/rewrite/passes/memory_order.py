@@ -14,6 +14,7 @@ lying in memory, perhaps after an update in place.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.ops.kernel import Kernel
-from rewriter.program.bodies import map_bodies
+from rewriter.program.bodies import map_bodies, map_equations
 from rewriter.site import site
 
 IN_PLACE = frozenset({
@@ -40,29 +41,19 @@ def use_memory_order(program: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         program: A rewritten program.
     """
-    return map_bodies(program, _with_memory_order)
-
-
-def _with_memory_order(body: Any) -> Any:
-    """A body whose sites take transposed operands."""
-    sites = [k for k, e in enumerate(body.eqns) if e.primitive in SITES]
-    sites = [k for k in sites if _may_swap(body.eqns[k])]
-    if not sites:
-        return body
-    makers = {v: e for e in body.eqns for v in e.outvars}
-    eqns = list(body.eqns)
-    for k in sites:
-        eqns[k] = _with_order(eqns[k], makers)
-    return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
+    change = lambda body: map_equations(body, _may_swap, _with_order)
+    return map_bodies(program, change)
 
 
 def _may_swap(eqn: Any) -> bool:
-    """Whether a site has a kernel that supports transposed operands."""
+    """Whether an equation has a kernel that supports transposed operands."""
+    if eqn.primitive not in SITES:
+        return False
     kernels = (k for _, k in eqn.params["use"].kernels)
     return not eqn.params["batch"] and any(k and k.traits.swaps for k in kernels)
 
 
-def _with_order(eqn: Any, makers: dict[Any, Any]) -> Any:
+def _with_order(eqn: Any, makers: Mapping[Any, Any]) -> Any:
     use = eqn.params["use"]
     operands = dict(zip(use.names, eqn.invars, strict=True))
 
@@ -78,7 +69,9 @@ def _with_order(eqn: Any, makers: dict[Any, Any]) -> Any:
     return eqn.replace(params={**eqn.params, "use": replace(use, kernels=kernels)})
 
 
-def _lies_swapped(atom: Any, first: int, second: int, makers: dict[Any, Any]) -> bool:
+def _lies_swapped(
+    atom: Any, first: int, second: int, makers: Mapping[Any, Any]
+) -> bool:
     """Whether an operand is a transpose of these axes of an array in memory."""
     maker = None if _jax.is_literal(atom) else makers.get(atom)
     if maker is None or maker.primitive.name != "transpose":

@@ -22,9 +22,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
-from rewriter import _jax
 from rewriter.ops.kernel import Heads
-from rewriter.program.bodies import map_bodies
+from rewriter.program.bodies import map_bodies, map_equations
 from rewriter.program.strided_views import View, view_of
 from rewriter.site import packed, site
 from rewriter.site.uses import Use
@@ -38,21 +37,7 @@ def use_packed_operands(program: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         program: A rewritten program.
     """
-    return map_bodies(program, _with_packed)
-
-
-def _with_packed(body: Any) -> Any:
-    """A body whose sites read packed operands in place."""
-    sites = [k for k, e in enumerate(body.eqns) if _may_read(e)]
-    if not sites:
-        return body
-    makers = {v: e for e in body.eqns for v in e.outvars}
-    eqns = list(body.eqns)
-    for k in sites:
-        eqns[k] = _packed(eqns[k], makers)
-    if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
-        return body
-    return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
+    return map_bodies(program, lambda body: map_equations(body, _may_read, _packed))
 
 
 def _may_read(eqn: Any) -> bool:

@@ -284,3 +284,28 @@ def test_it_is_lowered_for_gpus(passes: str) -> None:
     calls = [x for x in lowered.as_text().splitlines() if "mosaic_gpu" in x]
     assert calls
     assert all(f"tensor<{B}x{T}x{3 * N}x{H}xbf16>" in x for x in calls)
+
+
+@pytest.mark.parametrize("number", [jnp.inf, jnp.nan, 1e4])
+def test_the_same_entries_stay_finite(number: float) -> None:
+    x, w = drawn(X, weights(3 * N))
+    x = x.at[1, 5, 1].set(number)
+    loss = lambda x, w: jnp.square(split_in_three(x, w).astype(jnp.float32)).sum()
+    fast = rewriter.optimize(jax.grad(loss, (0, 1)), implementation=HOPPER)
+    assert list(read(fast.jaxpr(x, w)))
+    for got, want in zip(fast(x, w), jax.grad(loss, (0, 1))(x, w), strict=True):
+        np.testing.assert_array_equal(jnp.isfinite(got), jnp.isfinite(want))
+
+
+def test_parts_on_each_device_are_read_in_place() -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    part = jax.sharding.PartitionSpec("x")
+    every = jax.sharding.PartitionSpec()
+    fn = jax.shard_map(
+        split_in_three, mesh=mesh, in_specs=(part, every), out_specs=part
+    )
+    fast = rewriter.optimize(fn, implementation=HOPPER)
+    assert len(list(read(fast.jaxpr(X, weights(3 * N))))) == 1
+    given = drawn(X, weights(3 * N))
+    gap = jnp.abs(fast(*given).astype(jnp.float32) - fn(*given).astype(jnp.float32))
+    assert gap.max() <= 0.02
