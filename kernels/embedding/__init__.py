@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.embedding import counted, in_order, xla
+from rewriter.kernels.embedding import consecutive_ids, in_order, xla
 from rewriter.kernels.embedding.cost import cost, of_lookup
 from rewriter.kernels.embedding.lookup import NAME as LOOKUP
 from rewriter.kernels.embedding.reference import looked_up, reference, sample
@@ -45,4 +45,4 @@ TAKEN = Op(
 
 OPS = (SUMS, TAKEN)
 
-KERNELS = (*counted.KERNELS, *xla.KERNELS, *in_order.KERNELS)
+KERNELS = (*consecutive_ids.KERNELS, *xla.KERNELS, *in_order.KERNELS)

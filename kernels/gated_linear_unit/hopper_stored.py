@@ -183,7 +183,7 @@ def forward(
         config: The tiles; their columns are those of both branches.
         **joining: How `combine` joins the branches.
     """
-    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper import widen
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
     del precision
@@ -206,7 +206,7 @@ def forward(
     (out,) = combined(
         NAME, x.reshape(rows, -1), branches, f, None, [join],
         jnp.dtype(out_dtype or x.dtype), config or Tiles(),
-        matrices=functools.partial(narrow.side, steps=steps),
+        matrices=functools.partial(widen.side, steps=steps),
     )  # fmt: skip
     out = out.reshape(*x.shape[:-1], f)
     return (out, ()) if residuals else out

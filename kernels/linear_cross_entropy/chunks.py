@@ -184,7 +184,7 @@ def equal(n: int, most: int) -> int:
     return min(-(-size // EVEN) * EVEN, most)
 
 
-def of_held(classes: int, config: Chunk) -> int:
+def classes_held(classes: int, config: Chunk) -> int:
     """Classes of a chunk of logits that are held, to form gradients of."""
     return equal(classes, max(classes // COLUMNS, config.least))
 

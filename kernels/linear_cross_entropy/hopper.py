@@ -24,7 +24,7 @@ from rewriter.kernels.linear_cross_entropy.estimate import (
     margin,
 )
 from rewriter.kernels.linear_cross_entropy.head import Head
-from rewriter.kernels.linear_cross_entropy.reduced import Reduced, of_product
+from rewriter.kernels.linear_cross_entropy.row_statistics import Reduced, of_product
 from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.ops.device import Device

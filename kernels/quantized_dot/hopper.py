@@ -186,7 +186,7 @@ def forward(
         config: The tiles.
         **given: The fields of `Use`.
     """
-    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper import widen
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
@@ -209,7 +209,7 @@ def forward(
     (out,) = combined(
         NAME, lhs, [branch], n, None, [lambda product: product],
         dtype if direct else jnp.dtype(jnp.float32), config, use.transposed,
-        functools.partial(narrow.side, steps=steps), parts,
+        functools.partial(widen.side, steps=steps), parts,
     )  # fmt: skip
     if not direct:
         out = out.reshape(parts, rows, n).sum(0) if parts > 1 else out

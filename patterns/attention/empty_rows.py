@@ -33,7 +33,7 @@ from rewriter.patterns.attention.row_values import (
     is_large_number,
     mixed,
 )
-from rewriter.program.counted import LOOPS
+from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Node
 
 COMBINATIONS = 128  # the most conditions of a mask; every case without a key is tried

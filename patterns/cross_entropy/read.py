@@ -27,8 +27,8 @@ from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Operand, Reading, Refused, split_digits, unproved
 from rewriter.find.sieve import Step
 from rewriter.patterns.cross_entropy.form import loss_of
-from rewriter.patterns.cross_entropy.kept_alive import reader_of
 from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
+from rewriter.patterns.cross_entropy.logits_readers import reader_of
 from rewriter.patterns.cross_entropy.shift import EXPONENTIALS, nan_at, require_shifted
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient

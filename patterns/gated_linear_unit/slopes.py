@@ -41,7 +41,7 @@ from rewriter.ops.activations import (
 from rewriter.ops.slopes import Slopes
 from rewriter.patterns.gated_linear_unit.branches import Branch
 from rewriter.patterns.gated_linear_unit.kink import Kink
-from rewriter.program.extracted import NotTaken, Region, has_one_rule, rules_around
+from rewriter.program.subprogram import NotTaken, Region, has_one_rule, rules_around
 from rewriter.program.walk import equations_above
 from rewriter.support.assumptions import FINITE
 

@@ -18,7 +18,6 @@ from rewriter.algebra.template import Step as Way
 from rewriter.algebra.template import Template, apply, template, way
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
-from rewriter.find.memory import Memory, Proved
 from rewriter.find.nested import (
     body_values,
     is_in_loop_of,
@@ -27,12 +26,13 @@ from rewriter.find.nested import (
 from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, Refused, leaves_of
 from rewriter.find.region import Place, Regions
+from rewriter.find.search_cache import Memory, Proved
 from rewriter.find.sieve import Step
-from rewriter.find.stacked import pieces
+from rewriter.find.sliced_operands import pieces
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Op
 from rewriter.ops.registry import registry
-from rewriter.program.counted import LOOPS
+from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Graph, Node
 from rewriter.program.lines import users_line_of
 from rewriter.support.verdict import Reason

@@ -35,7 +35,7 @@ from rewriter.gradients.cotangents import (
     linear,
 )
 from rewriter.gradients.reference import unread, wanted_at
-from rewriter.gradients.shared import Shares, may_be_zero, shares
+from rewriter.gradients.shared_operands import Shares, may_be_zero, shares
 from rewriter.gradients.through_loops import after_step, carries
 from rewriter.program.graph import Graph
 

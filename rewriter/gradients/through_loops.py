@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence, Set
 
 import jax.numpy as jnp
 
-from rewriter.program.counted import counted
+from rewriter.program.counted_loops import counted
 from rewriter.program.graph import Graph, Node
-from rewriter.program.skipped import branch_results
+from rewriter.program.skipped_steps import branch_results
 
 
 def through(

@@ -74,7 +74,7 @@ class Called:
         fn = self.fn()
         if disabled() or jax.config.jax_disable_jit or not _jax.is_staging():
             return fn(*args, **kwargs)
-        with while_traced(self.forget), _jax.told_of_once(self.__name__):
+        with while_traced(self.forget), _jax.silence_repeated_misses(self.__name__):
             return self._noted(args, kwargs)
 
     def __repr__(self) -> str:

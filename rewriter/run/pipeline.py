@@ -21,12 +21,12 @@ from rewriter.find.sieve import possible
 from rewriter.measure.programs import Task
 from rewriter.program.equal_constants import once
 from rewriter.program.joined_sums import join
-from rewriter.program.made_inside import make_inside
+from rewriter.program.masks_in_loops import compute_masks_in_loops
 from rewriter.program.platform_conds import settle
 from rewriter.program.propagation import Placement
 from rewriter.program.sums_of_rows import split
 from rewriter.rewrite.rewritten import Rewritten
-from rewriter.rewrite.unfold import Unlike
+from rewriter.rewrite.unfold import TurnsDiffer
 from rewriter.run import steps
 from rewriter.run.program import Pass, Program
 from rewriter.run.validate import validate
@@ -133,7 +133,7 @@ def _rewritten(
         return _without_patterns(program, clock)
     try:
         program = _after_passes(program, clock)
-    except Unlike as why:
+    except TurnsDiffer as why:
         log.debug("layers are looked at one by one: %s", why)
         program = _after_passes(program, clock, without=("fold",))
     program.walks.graph.release()
@@ -231,7 +231,7 @@ def _initial_program(
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
     settled = settle(closed_jaxpr)
     patterns = tuple(for_platform(possible(settled, patterns), config))
-    start = make_inside(once(settled)) if patterns else closed_jaxpr
+    start = compute_masks_in_loops(once(settled)) if patterns else closed_jaxpr
     if any(p.of_rows for p in patterns):
         start = start if config.numerics == "strict" else join(start)
         start = split(start)

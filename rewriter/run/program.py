@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
-from rewriter.choose.placing import Plan
+from rewriter.choose.number_sites import Plan
 from rewriter.config import Config
 from rewriter.find.match import Found, Match, Reason
 from rewriter.find.region import Regions

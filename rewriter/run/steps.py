@@ -29,7 +29,7 @@ from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.packed_operands import use_packed_operands
 from rewriter.rewrite.passes.recompute import recompute_stacked
 from rewriter.rewrite.replacements import pairs_of
-from rewriter.rewrite.unfold import Unlike, unfold
+from rewriter.rewrite.unfold import TurnsDiffer, unfold
 from rewriter.run.program import Program
 from rewriter.site.facts import Facts
 from rewriter.support.verdict import Reason
@@ -155,7 +155,7 @@ def write_equal_layers(program: Program) -> Program:
     if closed_jaxpr is folded.short:
         closed_jaxpr = folded.whole
     elif program.origins is None:
-        raise Unlike("residuals are passed from body to body")
+        raise TurnsDiffer("residuals are passed from body to body")
     else:
         closed_jaxpr = unfold(
             folded, closed_jaxpr, program.origins, program.plan.labels

@@ -365,7 +365,7 @@ def spread(
 
     def on_device(*arrays: jax.Array) -> jax.Array:
         given = dict(zip(names, arrays, strict=True))
-        operands = dict(zip(names, _jax.vary_alike(arrays), strict=True))
+        operands = dict(zip(names, _jax.with_common_varying(arrays), strict=True))
         if shards.passed:  # the ring handles positions itself
             return compute(operands, params)
         parts = {

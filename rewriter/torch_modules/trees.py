@@ -82,7 +82,7 @@ class Structure:
         return _plain(self.joined(arrays))
 
 
-def taken_apart(tree: Any) -> tuple[list[Any], Structure]:
+def flattened(tree: Any) -> tuple[list[Any], Structure]:
     """Returns a tree's tensors in order, and its structure.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import ZERO
+from rewriter.kernels.attention.empty_rows import ZERO
 from rewriter.kernels.attention.hopper import block_masks
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.backward_tiles import Problem

@@ -27,7 +27,12 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import NAN, PASSES, ZERO, if_any
+from rewriter.kernels.attention.empty_rows import (
+    NAN,
+    PASSES,
+    ZERO,
+    complete_if_any_empty,
+)
 from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper.backward_config import (
     SUMS_STAGES,
@@ -104,7 +109,7 @@ def backward(
     if not (given_back and x.of_queries.problem.mask.may_be_empty):
         return grads
     completed = lambda given: _with_empty_rows(given, use, out, lse, cotangent)
-    return if_any(x.empty, grads, completed)
+    return complete_if_any_empty(x.empty, grads, completed)
 
 
 def _of_qkv(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
@@ -257,7 +262,7 @@ def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any) -> Any:
     A "dq" among the arrays is a reference to memory that is added to.
     """
     q, dq = named["q"], named.pop("dq", None)
-    named = named | pallas.dealt(p.order)
+    named = named | pallas.assigned_tiles(p.order)
     if dq is not None:
         named["dq"] = dq
     scratch = kind.scratch(p, q.dtype)

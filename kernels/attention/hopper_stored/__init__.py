@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.empty import AVERAGED, PASSES, ZERO
+from rewriter.kernels.attention.empty_rows import AVERAGED, PASSES, ZERO
 from rewriter.kernels.attention.hopper_stored.config import (
     KEYS,
     ROWS,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rewriter.kernels.attention.empty import PASSING
+from rewriter.kernels.attention.empty_rows import PASSING
 from rewriter.kernels.attention.overflow import PARAM
 from rewriter.kernels.attention.ring.passes import PASSED, backward, forward
 from rewriter.kernels.attention.ring.turns import turns

@@ -104,7 +104,7 @@ def unit(
         scales: [g, columns] for each array of matrices that is stored.
         **side: How matrices come into shared memory; see `combined`.
     """
-    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper import widen
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
@@ -112,7 +112,7 @@ def unit(
 
     def branch(index: int, first: int = 0) -> Branch:
         scale = scales[index]
-        within = () if scale is None else (narrow.rows(scale[:, first : first + f]),)
+        within = () if scale is None else (widen.rows(scale[:, first : first + f]),)
         return Branch(w[index], first, within=within, of_groups=True)
 
     if use.halves:

@@ -47,10 +47,10 @@ from rewriter.kernels.quantized_dot.few_rows import kernel as few_rows
 from rewriter.kernels.ragged.dot.hopper import (
     by_groups,
     by_rows,
-    narrow,
     owners,
     schedule,
     store,
+    widen,
 )
 from rewriter.kernels.shared import (
     pallas_gpu,
@@ -364,7 +364,7 @@ def _widened(
     joined: Sequence[Reference] = (),
     axis: int = 1,
 ) -> None:
-    x = narrow.view().astype(np.float32)
+    x = widen.view().astype(np.float32)
     for sign, what in steps:
         if sign == "round":
             x = x.astype(what).astype(np.float32)
@@ -715,7 +715,7 @@ def _count(patch: pytest.MonkeyPatch, *modules: Any) -> None:
 @contextmanager
 def simulated_ragged_dot() -> Iterator[None]:
     """Within, those of ragged dots and gated linear units do."""
-    modules = by_rows, by_groups, owners, work_stealing, narrow, schedule, store
+    modules = by_rows, by_groups, owners, work_stealing, widen, schedule, store
     with _replaced(modules, pallas_gpu) as patch:
         _count(patch, by_rows, by_groups, work_stealing)
         patch.setattr(pallas_gpu, "zeros", lambda shape: np.zeros(shape, np.float32))

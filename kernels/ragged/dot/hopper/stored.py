@@ -137,18 +137,18 @@ def forward(
         **given: The other fields of `Use`. The result is of the dtype of lhs by
             default.
     """
-    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper import widen
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
     use = Use(*operands, **given)
-    scales = () if rhs_scale is None else (narrow.rows(rhs_scale),)
+    scales = () if rhs_scale is None else (widen.rows(rhs_scale),)
     branch = Branch(use.rhs, within=scales, of_groups=True)
-    steps = narrow.SCALED if scales else ()
+    steps = widen.SCALED if scales else ()
     (out,) = combined(
         NAME, use.lhs, [branch], use.columns, use.group_sizes,
         [lambda product: product], jnp.dtype(use.out_dtype or use.lhs.dtype),
-        config or Tiles(), use.transposed, functools.partial(narrow.side, steps=steps),
+        config or Tiles(), use.transposed, functools.partial(widen.side, steps=steps),
     )  # fmt: skip
     return (out, ()) if residuals else out
 

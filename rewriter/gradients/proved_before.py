@@ -14,14 +14,14 @@ from rewriter.find.match import Match
 from rewriter.gradients.addends import read_as_a_sum
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.cotangents import below, cancelled_reads, cone
-from rewriter.gradients.taken import results_here
+from rewriter.gradients.function_parameters import results_here
 from rewriter.program.graph import Graph
 
 Look = Callable[[Graph, Template, int], Iterator[int]]
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class ProvedGradients:
     """A template of proved gradients, to be found again elsewhere.
 
     Attributes:
@@ -38,7 +38,7 @@ class Known:
     unread: frozenset[int] = frozenset()
 
 
-def known(graph: Graph, match: Match, backward: Backward) -> Known:
+def known(graph: Graph, match: Match, backward: Backward) -> ProvedGradients:
     """Makes a template of proved gradients."""
     leaves = (v for _, v in match.leaves)
     stops = frozenset(
@@ -61,12 +61,12 @@ def known(graph: Graph, match: Match, backward: Backward) -> Known:
         for leaf, value in backward.grads.items()
         if value not in backward.shared
     }
-    return Known(match, backward.cotangent, parts, backward.unread)
+    return ProvedGradients(match, backward.cotangent, parts, backward.unread)
 
 
-def found_again(
+def reapplied(
     graph: Graph,
-    proved: Sequence[Known],
+    proved: Sequence[ProvedGradients],
     match: Match,
     candidates: Sequence[int],
     returned: Set[int],
@@ -94,7 +94,7 @@ def found_again(
 
 def _gradients_like(
     graph: Graph,
-    one: Known,
+    one: ProvedGradients,
     match: Match,
     cotangent: int,
     look: Look,

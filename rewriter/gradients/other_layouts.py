@@ -32,7 +32,7 @@ MOST = 6
 
 
 @dataclass(eq=False)
-class Relaid:
+class OtherLayouts:
     """Extended readings, for matches of the same reading.
 
     Attributes:

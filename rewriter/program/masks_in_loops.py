@@ -1,4 +1,4 @@
-"""Makes masks in the loops that read them step by step, and not in a loop before.
+"""Moves the computation of masks into the loops that read them.
 
     m = map(mask, (i))                       loop over layers:
     loop over layers:                  →       loop over blocks: … mask(i) …
@@ -25,7 +25,7 @@ from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import live
 from rewriter.program.loops import Loop, loop_of, traced
 
-log = logging.getLogger("rewriter.made_inside")
+log = logging.getLogger("rewriter.masks_in_loops")
 
 OF_MASKS = frozenset(
     {
@@ -58,7 +58,7 @@ class Made:
         return _jax.inlined(_closed(self.loop.body), [*consts, *xs])[self.k]
 
 
-def make_inside(program: Any) -> Any:
+def compute_masks_in_loops(program: Any) -> Any:
     """Returns a program whose loops make their own masks; itself without such loops.
 
     Args:

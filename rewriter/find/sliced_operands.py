@@ -1,4 +1,4 @@
-"""Finds values that are operands although they are cut out of larger arrays.
+"""Finds operands that are slices of larger arrays, such as one layer of a stack.
 
 A model that loops over stacked weights takes one of them per layer. That slice is the
 operand: its gradient is a value of the program. The gradient of the whole array is

@@ -18,13 +18,13 @@ from rewriter.find.match import Match, region_values
 from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, leaves_of
 from rewriter.find.region import Regions
-from rewriter.find.stacked import cuts
+from rewriter.find.sliced_operands import cuts
 from rewriter.gradients.cotangents import is_float
 from rewriter.program.graph import Scope
 
 
 @dataclass(eq=False)
-class Cut:
+class OperandPieces:
     """Matches over pieces, for matches of the same reading.
 
     Attributes:

@@ -19,8 +19,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rewriter.algebra.canonicalize.entered_loops import Loop
-from rewriter.algebra.canonicalize.recomputed import Recomputed
+from rewriter.algebra.canonicalize.checkpointed_values import Recomputed
+from rewriter.algebra.canonicalize.loop_bodies import Loop
 from rewriter.algebra.normal_form import (
     FALSE,
     TRUE,
@@ -38,7 +38,7 @@ Replaced = Callable[[int, tuple[Index, ...]], Poly]
 class ReturningLoops(Recomputed):
     """Forms of the carries of a loop that goes back over another one's steps."""
 
-    def carried_back(self, loop: Loop, k: int, args: Any) -> Poly | None:
+    def reverse_carry(self, loop: Loop, k: int, args: Any) -> Poly | None:
         """The form of a carry before a step; None if it has none."""
         known, value = self.loops.closed, loop.before[k]
         if value not in known:

@@ -1,4 +1,4 @@
-"""Gradients of a region whose parameter holds the region's own equations.
+"""Gradients of ops with a function as a parameter, such as a function of scores.
 
 A function of scores is such a parameter. The program computes the derivative from what
 these equations gave: ``1 - y**2`` for ``y = tanh(x)``. The reference does so too, since

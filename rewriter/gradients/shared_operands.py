@@ -1,4 +1,4 @@
-"""Gradients of operands that an op shares with others, by way of one product.
+"""Gradients of operands that other ops read too, through one matrix product.
 
 Queries, a gate and an up branch may be cut out of one product ``x·w``. Its cotangent
 joins theirs, ``concatenate dq dg du``, and the gradient of w is a product with all of

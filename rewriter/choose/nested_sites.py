@@ -18,7 +18,7 @@ from rewriter.site.implementation import XLA
 Pair = tuple[Facts, Choice]
 
 
-def with_ops_inside(
+def choose_among_nested(
     facts: Sequence[Facts], choices: Sequence[Choice]
 ) -> tuple[Choice, ...]:
     """Returns the choices, where each region is computed by one kernel.
@@ -44,7 +44,9 @@ def _settled(
         why = ""
         if choice.kernel != XLA and choice.origin != FORCED:
             why = (
-                _of_larger(pair, pairs) if f.match.op.stays else _of_smaller(f, inside)
+                _why_larger(pair, pairs)
+                if f.match.op.stays
+                else _why_smaller(f, inside)
             )
         if why:
             refused = (choice.kernel, why), *choice.not_chosen
@@ -55,7 +57,7 @@ def _settled(
 FORCED = "forced"
 
 
-def _of_smaller(facts: Facts, inside: Sequence[Pair]) -> str:
+def _why_smaller(facts: Facts, inside: Sequence[Pair]) -> str:
     """Why a site is left for those inside of it."""
     own = [(f, c) for f, c in inside if f.match.value in facts.match.inner]
     if _reads_few_bits(facts):
@@ -67,7 +69,7 @@ def _of_smaller(facts: Facts, inside: Sequence[Pair]) -> str:
     return name and text.format(name)
 
 
-def _of_larger(pair: Pair, pairs: Sequence[Pair]) -> str:
+def _why_larger(pair: Pair, pairs: Sequence[Pair]) -> str:
     """Why a site is left for one around it: that is forced, or reads as few bits."""
     facts, _ = pair
     for f, choice in pairs:
@@ -75,7 +77,7 @@ def _of_larger(pair: Pair, pairs: Sequence[Pair]) -> str:
             continue
         if choice.origin == FORCED:
             return f"a kernel of {f.match.op.name} around it is forced"
-        if _reads_few_bits(f) and not _of_smaller(f, _forced(pairs)):
+        if _reads_few_bits(f) and not _why_smaller(f, _forced(pairs)):
             return f"{f.match.op.name} around it reads the matrices as few bits"
     return ""
 

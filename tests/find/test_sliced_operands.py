@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.find.stacked import layers
+from rewriter.find.sliced_operands import layers
 from rewriter.program.graph import Graph
 from tests.gradients.test_gradients import FORCED, equal
 from tests.support.arrays import normal

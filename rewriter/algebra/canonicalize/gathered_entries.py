@@ -1,4 +1,4 @@
-"""One entry of each row, at an index that the program computes: a sum over the row.
+"""Gathers of one entry of each row: the sum of the row where the index is that one.
 
 With i the index of a row, ``y[i]`` is ``Σ_v [v = i] y[v]``. What is the same in the
 whole row is that of the entry, whichever it is. Its transpose adds a number c to that

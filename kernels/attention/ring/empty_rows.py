@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import NAN, ZERO
+from rewriter.kernels.attention.empty_rows import NAN, ZERO
 
 if TYPE_CHECKING:
     from jax import Array

@@ -1,4 +1,4 @@
-"""What a search for sites met before: regions proved, and anchors of nothing."""
+"""Remembers regions that were proved, and places where no pattern matched."""
 
 from __future__ import annotations
 

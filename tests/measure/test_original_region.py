@@ -16,8 +16,8 @@ import pytest
 import rewriter
 from rewriter.config import Config
 from rewriter.measure import autotune, cache, inputs, programs
-from rewriter.measure.as_written import NotTaken
 from rewriter.measure.measurement import Measurement, of_spelling
+from rewriter.measure.original_region import NotTaken
 from rewriter.ops import device
 from rewriter.ops.registry import registry
 from rewriter.run import pipeline

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from rewriter.algebra.canonicalize.entered_loops import Loops
+from rewriter.algebra.canonicalize.loop_bodies import Loops
 
 OPAQUE = frozenset({"max", "min", "reduce_max", "reduce_min", "stop_gradient"})
 

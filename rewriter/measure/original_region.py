@@ -21,8 +21,8 @@ import numpy as np
 from rewriter.find.match import Match
 from rewriter.find.reading import leaves_of
 from rewriter.gradients.backward import Backward
-from rewriter.program.extracted import NotTaken, Region
 from rewriter.program.graph import Graph
+from rewriter.program.subprogram import NotTaken, Region
 from rewriter.support.dtypes import is_inexact
 
 WORDS = frozenset({

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import rewriter
-from rewriter.program.made_inside import make_inside
+from rewriter.program.masks_in_loops import compute_masks_in_loops
 from tests import slow
 
 pytestmark = pytest.mark.once
@@ -87,7 +87,7 @@ def test_structure_is_read_in_both_passes(name: str) -> None:
 
 def test_the_program_gives_the_same_numbers() -> None:
     program = jax.make_jaxpr(step_of(packed, lambda f: f))(X, W, SEGMENTS)
-    other = make_inside(program)
+    other = compute_masks_in_loops(program)
     assert str(other).count("scan[") < str(program).count("scan[")
     args = X, W, SEGMENTS
     one, two = (jax.jit(jaxpr_as_fun(p))(*args) for p in (program, other))
@@ -116,14 +116,14 @@ def test_what_is_no_mask_stays() -> None:
     ]
     for program, numbers in same:
         closed = jax.make_jaxpr(program)(0.0, numbers)
-        assert make_inside(closed) is closed
+        assert compute_masks_in_loops(closed) is closed
     mask = lambda i: i >= jnp.arange(3)
     moved = jax.make_jaxpr(stacks(mask, add))(0.0, whole)
-    assert make_inside(moved) is not moved
+    assert compute_masks_in_loops(moved) is not moved
 
     def reading_whole(x: Any, numbers: Any) -> Any:
         made = lax.map(mask, numbers)
         return lax.scan(lambda c, _: (c + made.sum(), None), x, None, length=4)[0]
 
     closed = jax.make_jaxpr(reading_whole)(0.0, whole)
-    assert make_inside(closed) is closed
+    assert compute_masks_in_loops(closed) is closed

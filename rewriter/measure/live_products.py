@@ -1,4 +1,4 @@
-"""Values of a match that other equations still read, so that they stay computed.
+"""Finds matches whose matrix products stay computed, since others read them.
 
 A replaced region disappears only if nothing else reads its intermediate values. A
 program that returns attention's weights, or keeps them for a gradient, computes them
@@ -14,7 +14,7 @@ from rewriter import _jax
 from rewriter.algebra.canonicalize import STRUCTURAL
 from rewriter.find.match import Match
 from rewriter.gradients.backward import Backward
-from rewriter.program.counted import LOOPS
+from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Graph, Node, Scope
 from rewriter.site.facts import Facts
 
@@ -24,7 +24,7 @@ WHY = (
 )
 
 
-def still_needed(graph: Graph, facts: Sequence[Facts]) -> list[Facts]:
+def with_live_products(graph: Graph, facts: Sequence[Facts]) -> list[Facts]:
     """Returns the matches whose contractions stay computed when all are replaced.
 
     Args:

@@ -49,7 +49,7 @@ AVERAGED = frozenset({"mean", PASSING})
 """The values of ``empty_rows`` that give the mean of v over all keys."""
 
 
-def if_any(
+def complete_if_any_empty(
     empty: Array,
     grads: Mapping[str, Array],
     completed: Callable[[dict[str, Array]], Mapping[str, Array]],
