@@ -10,6 +10,7 @@ from rewriter.find.match import NearMiss
 from rewriter.reports.costs import costs_text
 from rewriter.reports.masks import structure, whole_mask
 from rewriter.rewrite.plan import Site
+from rewriter.support.verdict import Reason
 
 MEASURED = ("tuned", "cached", "shipped", "nearest")
 """Origins of choices made by measuring."""
@@ -123,7 +124,7 @@ def miss_lines(
     """
     yield row_text("✗", miss_head(miss, count), widths)
     yield from _callers({miss.called_from: count})
-    yield from (f"     {reason}" for reason in miss.reasons)
+    yield from (f"     {_reason(miss, reason)}" for reason in miss.reasons[1:])
     if miss.difference and (full or not miss.reasons):
         yield f"     {miss.difference}"
     if miss.suggestion:
@@ -142,7 +143,15 @@ def _kernel(site: Site) -> str:
 
 
 def _near(miss: NearMiss) -> str:
-    return f"nearest: {miss.op}" + (f", {miss.score:.0%} alike" if miss.score else "")
+    """The first reason against a near miss."""
+    if not miss.reasons:
+        return f"computes something else than {miss.op}"
+    return _reason(miss, miss.reasons[0])
+
+
+def _reason(miss: NearMiss, reason: Reason) -> str:
+    """A reason, with its line where that is not the near miss's own."""
+    return reason.text if reason.where == miss.where else str(reason)
 
 
 def _callers(counts: Mapping[str, int]) -> Iterator[str]:

@@ -31,6 +31,7 @@ class Program:
         original: The program as the user wrote it.
         config: Patterns in force, forced kernels, numerics.
         patterns: The patterns that can occur in it.
+        primitives: The names of the original's primitives, at any depth.
         placement: Where its inputs are, if it runs on more than one device; or why
             that is not known.
         folded: The equal layers that were left out, if any.
@@ -54,6 +55,7 @@ class Program:
     original: ClosedJaxpr
     config: Config
     patterns: tuple[Any, ...]
+    primitives: frozenset[str] = frozenset()
     placement: Placement | str | None = None
     folded: Folded | None = None
     regions: Regions | None = None
@@ -70,6 +72,17 @@ class Program:
     offered: tuple[Saved, ...] = ()
     stacks: tuple[Stacks, ...] = ()
     aligned: tuple[Aligned, ...] = ()
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether some pattern that can occur reads the loss of each row."""
+        return any(p.of_rows for p in self.patterns)
+
+    @property
+    def has_special_forms(self) -> bool:
+        """Whether a special form of an op was found, or nearly."""
+        assert self.found is not None
+        return bool(self.found.refused) or any(m.op.form_of for m in self.matches)
 
     @property
     def replaced(self) -> bool:

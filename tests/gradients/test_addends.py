@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.find.test_stacked import in_float64
 
 import rewriter
 from rewriter.gradients.addends import read_as_a_sum, returned, terms
 from rewriter.program.graph import Graph
 from tests import slow
+from tests.find.test_sliced_operands import in_float64
 from tests.gradients.test_gradients import FORCED, agree, scanned, unrolled
 from tests.support.arrays import normal
 

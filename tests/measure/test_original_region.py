@@ -215,7 +215,7 @@ def test_spellings_are_told_apart_and_sizes_are_not() -> None:
 
 def test_another_process_has_the_same_digest() -> None:
     code = (
-        "from tests.measure.test_as_written import *\n"
+        "from tests.measure.test_original_region import *\n"
         "print(spelling(plain, (X, X, X)), spelling(gated, PROGRAMS['gated'][1]))"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"}

@@ -26,6 +26,7 @@ from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.ops.kernel import Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -50,7 +51,7 @@ def supports(spec: Spec) -> Verdict:
 def supports_parts(spec: Spec) -> Verdict:
     """Returns whether kernels of ragged dots support the parts of a use."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     found, dtype = [ragged_dot.supports(part_of(spec))], spec.dtype("x")
     others = {
         "w_up": dict(spec.dtypes).get("w_up"),

@@ -23,6 +23,7 @@ from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import EIGHT_BITS, widened_operands, widened_spec
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -70,7 +71,7 @@ MANY = Tiles(128, 128, apart=True)
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: 16-bit rows, whole copies."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     found = [ragged_dot.supports(widened_spec(OP, spec))]
     if (stored := spec.dtype("rhs")) not in EIGHT_BITS:
         found.append(no("dtype", f"rhs is {stored}, not {', '.join(EIGHT_BITS)}"))
