@@ -16,12 +16,12 @@ from rewriter.find.region import Regions
 from rewriter.find.sieve import possible
 from rewriter.gradients.general_form import with_general_forms
 from rewriter.gradients.search import search_gradients
-from rewriter.program import masks_in_loops, sums_of_rows
 from rewriter.program.equal_constants import once
 from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
-from rewriter.program.joined_sums import join
-from rewriter.program.platform_conds import settle
+from rewriter.program.prepare import masks_in_loops, sums_of_rows
+from rewriter.program.prepare.joined_losses import join
+from rewriter.program.prepare.platform_branches import settle
 from rewriter.rewrite import replace as splicing
 from rewriter.rewrite.locate import located
 from rewriter.rewrite.not_placed import NotPlaced

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rewriter.program.equations import live
-from rewriter.program.joined_sums import join
+from rewriter.program.prepare.joined_losses import join
 
 pytestmark = pytest.mark.once
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from rewriter.program.platform_conds import settle
+from rewriter.program.prepare.platform_branches import settle
 
 
 def conds(program) -> int:

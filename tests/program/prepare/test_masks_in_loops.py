@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import rewriter
-from rewriter.program.masks_in_loops import compute_masks_in_loops
+from rewriter.program.prepare.masks_in_loops import compute_masks_in_loops
 from tests import slow
 
 pytestmark = pytest.mark.once

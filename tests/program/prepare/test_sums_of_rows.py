@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from rewriter.program.sums_of_rows import split
+from rewriter.program.prepare.sums_of_rows import split
 
 pytestmark = pytest.mark.once
 

@@ -27,7 +27,7 @@ from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import Equations, live
 from rewriter.program.loops import inserted
 
-log = logging.getLogger("rewriter.joined_sums")
+log = logging.getLogger("rewriter.joined_losses")
 
 ADDS = ("add", "add_any", "sub")
 LINEAR = (*ADDS, "mul", "div", "neg", "reduce_sum")
