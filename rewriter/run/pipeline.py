@@ -130,9 +130,6 @@ PASSES = (
 )
 """The passes in the order in which they run."""
 
-REST = PASSES[len(PREPARE) :]
-"""Those that find sites, replace them, and improve what is around them."""
-
 
 def rewrite(
     closed_jaxpr: ClosedJaxpr,
@@ -167,10 +164,10 @@ def _rewritten(
     if not program.patterns:
         return _without_patterns(program, clock)
     try:
-        program = _after_passes(program, clock, REST)
+        program = _after_passes(program, clock, _later_passes())
     except TurnsDiffer as why:
         log.debug("layers are looked at one by one: %s", why)
-        program = _after_passes(program, clock, [p for p in REST if p.name != "fold"])
+        program = _after_passes(program, clock, _later_passes(without="fold"))
     program.walks.graph.release()
     assert program.found is not None
     return Rewritten(
@@ -192,7 +189,7 @@ def _without_patterns(program: Program, clock: _Clock) -> Rewritten:
     """The outcome of the passes that run where no pattern can occur."""
     if program.config.patterns == "none":
         return Rewritten(program.original)
-    program = _after_passes(program, clock, [p for p in REST if p.alone])
+    program = _after_passes(program, clock, [p for p in _later_passes() if p.alone])
     if not program.changed:
         return Rewritten(program.original)
     return Rewritten(
@@ -268,6 +265,11 @@ def _prepared(
     held = frozenset(primitives(closed_jaxpr))
     start = Program(closed_jaxpr, closed_jaxpr, config, patterns, held, placement)
     return _after_passes(start, clock or _Clock(), PREPARE)
+
+
+def _later_passes(without: str = "") -> list[Pass]:
+    """The passes after `PREPARE`, but one."""
+    return [p for p in PASSES[len(PREPARE) :] if p.name != without]
 
 
 def _after_passes(program: Program, clock: _Clock, passes: Sequence[Pass]) -> Program:
