@@ -145,6 +145,9 @@ class Operand:
         required: Whether every use has it.
         doc: What it holds, and its dtype if that is not any float.
         stored: How it may be stored in few bits, if the op has a form that takes that.
+        summary: What a report says of a use that has it.
+        instead: What a report advises where it varies along both of its last axes, and
+            so is as large as a matrix.
     """
 
     name: str
@@ -152,6 +155,8 @@ class Operand:
     required: bool = False
     doc: str = ""
     stored: Stored | None = None
+    summary: str = ""
+    instead: str = ""
 
 
 @dataclass(frozen=True, eq=False)

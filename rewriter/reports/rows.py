@@ -8,7 +8,7 @@ from typing import Any
 
 from rewriter.find.match import NearMiss
 from rewriter.reports.costs import costs_text
-from rewriter.reports.masks import structure, whole_mask
+from rewriter.reports.operands import large_operands, summaries
 from rewriter.rewrite.plan import Site
 from rewriter.support.verdict import Reason
 
@@ -173,11 +173,10 @@ def _details(site: Site, rate: float) -> Iterator[str]:
         yield text
     if site.sharding:
         yield f"on each device: {site.sharding}"
-    facts += [*_telling(site.params), *structure(site)]
+    facts += [*_telling(site.params), *summaries(site)]
     if facts:
         yield "; ".join(facts)
-    if array := whole_mask(site, rate):
-        yield array
+    yield from large_operands(site, rate)
     if site.config and site.origin in MEASURED:
         yield f"config: {site.config}"
     if site.numerics:
