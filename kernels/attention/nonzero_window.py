@@ -61,7 +61,7 @@ class _Test:
 
 @dataclass(frozen=True)
 class _Outside:
-    """What a number is outside of a span."""
+    """The value of a number outside of a span."""
 
     value: Any
     span: Span

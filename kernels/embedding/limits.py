@@ -1,4 +1,4 @@
-"""Which uses the kernels support: real numbers, known sizes, one kind of ids."""
+"""Limits of the kernels: real numbers, known sizes, one kind of ids."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _added(spec: Spec) -> tuple[bool, bool]:
 
 @dataclass(frozen=True)
 class Steps:
-    """How the kernel computes the steps of both matrices.
+    """The steps of both matrices, as the kernel computes them.
 
     Attributes:
         within: What it computes while it widens numbers.

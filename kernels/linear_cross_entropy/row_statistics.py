@@ -1,4 +1,4 @@
-"""What a loss needs of the logits of rows: three numbers of each row."""
+"""Statistics of a row's logits from which its loss follows: three numbers."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done with the product [n, v] of a block of rows.
+    """Functions of the product [n, v] of a block of rows.
 
     Attributes:
         reduced: Gives log-sum-exps, picked logits and sums of logits, as `of_product`.

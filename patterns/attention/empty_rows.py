@@ -48,7 +48,7 @@ _SAME_SIZE = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
 
 @dataclass(frozen=True)
 class EmptyRow:
-    """What a program's softmax does in a row without keys.
+    """The result and the gradients of a program's softmax in a row without keys.
 
     Attributes:
         gives: ``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"``. With

@@ -19,7 +19,7 @@ from rewriter.patterns.attention.softmax import Softmax
 
 @dataclass(frozen=True)
 class Masks:
-    """What a mask is to the op.
+    """A mask as the op's operands and parameters.
 
     Attributes:
         operands: Name to operand.

@@ -22,7 +22,7 @@ CHANGED = frozenset({"rows without keys give something else than before"})
 
 @dataclass(frozen=True)
 class Rows:
-    """What a row gives that sees no key.
+    """The result of a row that sees no key.
 
     Attributes:
         give: ``"zero"``, ``"mean"``, ``"nan"`` or the like; ``None`` if there is no

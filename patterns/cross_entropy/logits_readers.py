@@ -1,4 +1,4 @@
-"""What reads the logits of a loss besides the loss, so that they stay in memory."""
+"""Finds readers of a loss's logits besides the loss, which keep them in memory."""
 
 from __future__ import annotations
 

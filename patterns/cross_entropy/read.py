@@ -244,7 +244,7 @@ def _values(find: Finder, *operands: Operand) -> set[int]:
 
 @dataclass(frozen=True)
 class _Above:
-    """What stands above a loss, besides equations that forms look through.
+    """Equations above a loss, besides those that forms look through.
 
     Attributes:
         picks: Entries that are taken of rows.

@@ -86,7 +86,7 @@ class Side:
 
 @dataclass(frozen=True)
 class OfBranch:
-    """How a branch has its derivatives in the program.
+    """The derivatives of a branch in the program.
 
     Attributes:
         activation: The activation's name; one that gives for infinities what the

@@ -1,4 +1,4 @@
-"""What a replacement may compute that the program does not, and why it may.
+"""Lists what a replacement may compute itself, each with the reason why it may.
 
 An operand is the program's own array, in another layout. `ALLOWED` lists everything
 else, with the condition for it. The rest is refused: code written anew from a real

@@ -15,7 +15,7 @@ from rewriter.program.graph import Graph, Node
 
 @dataclass(frozen=True, eq=False)
 class Proved:
-    """What was proved at an anchor.
+    """Proofs made at one anchor.
 
     Attributes:
         templates: The matches.
@@ -38,8 +38,8 @@ class Proved:
         return True
 
 
-class Memory:
-    """What the search met: regions proved, values inside them, anchors of nothing."""
+class SearchCache:
+    """Proved regions, the values inside them, and anchors where nothing matched."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

@@ -50,7 +50,7 @@ OF_A_LOSS = 12
 
 
 @dataclass(eq=False)
-class Memory:
+class ProofCache:
     """Earlier results, for equal regions.
 
     Attributes:
@@ -95,7 +95,7 @@ class Gradients:
 def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
     """Finds the gradients that a program computes for its matches."""
     graph = regions.graph
-    memory = Memory(returned(graph))
+    memory = ProofCache(returned(graph))
     layouts, cut = OtherLayouts(regions, memory.returned), OperandPieces(regions)
     failures: list[Reason] = []
     taken: list[tuple[Match, Backward | None]] = []
@@ -155,7 +155,7 @@ def _without_scale_only(
 def _at_its_cotangent(
     graph: Graph,
     match: Match,
-    memory: Memory,
+    memory: ProofCache,
     layouts: OtherLayouts,
     cut: OperandPieces,
 ) -> tuple[Match, Backward | None]:
@@ -187,7 +187,7 @@ def _at_its_cotangent(
     return match, None
 
 
-def _by_users_rules(match: Match, memory: Memory) -> list[Match]:
+def _by_users_rules(match: Match, memory: ProofCache) -> list[Match]:
     """The match with the gradients that a user's own rule may give it."""
     reading = match.reading
     if id(reading) not in memory.ruled:
@@ -223,7 +223,7 @@ def _over_what_is_given(
     graph: Graph,
     match: Match,
     backward: Backward,
-    memory: Memory,
+    memory: ProofCache,
     cut: OperandPieces,
 ) -> tuple[Match, Backward]:
     """The match over what its body is given, if the program has more gradients of that.
@@ -242,7 +242,7 @@ def _over_what_is_given(
 
 
 def _over_saved_pieces(
-    match: Match, backward: Backward, memory: Memory, cut: OperandPieces
+    match: Match, backward: Backward, memory: ProofCache, cut: OperandPieces
 ) -> tuple[Match, Backward]:
     """The match over pieces of its operands, if a checkpoint saved only these."""
     lacking = _lacking(cut.regions, match, backward)
@@ -284,7 +284,7 @@ def _lacking(regions: Regions, match: Match, backward: Backward) -> Scope | None
 
 
 def _elsewhere(
-    graph: Graph, match: Match, memory: Memory, found: Backward, taken: set[int]
+    graph: Graph, match: Match, memory: ProofCache, found: Backward, taken: set[int]
 ) -> Backward:
     """Gradients from another cotangent, if they belong to no other match.
 
@@ -326,7 +326,7 @@ def _each_once(
 
 
 def find_backward(
-    graph: Graph, match: Match, memory: Memory, without: Set[int] = frozenset()
+    graph: Graph, match: Match, memory: ProofCache, without: Set[int] = frozenset()
 ) -> Backward | None:
     """The gradients of a match in its program, or None if there are none.
 
@@ -362,7 +362,7 @@ def _proved(
     graph: Graph,
     match: Match,
     candidates: Sequence[int],
-    memory: Memory,
+    memory: ProofCache,
     best: Backward | None,
 ) -> Backward | None:
     """Proved gradients, if they are more than the best ones so far."""

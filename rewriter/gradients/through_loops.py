@@ -1,4 +1,4 @@
-"""What a result of a loop is computed from, inside the loop and outside of it."""
+"""Finds the values that a loop's result is computed from, also outside the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an op is: its operands, their axes, its parameters and its reference.
+"""Ops: their operands, axes, parameters and references.
 
 An op says nothing about how it is computed fast; that is `rewriter.ops.kernel`.
 """
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """How to compute an op while devices pass parts of its operands around.
+    """Functions by which an op is computed while devices pass parts of operands around.
 
     Attributes:
         letter: The letter along which these operands are split; the result lacks it.
@@ -79,7 +79,7 @@ class Ring:
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """How a use of an op may be split over devices.
+    """The axes along which a use of an op may be split over devices.
 
     Attributes:
         along: Letters along which operands and result may be split: a part of the
@@ -117,7 +117,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Stored:
-    """How matrices may be stored in few bits; see `rewriter.ops.stored`.
+    """Dtypes in which matrices may be stored; see `rewriter.ops.stored`.
 
     Attributes:
         dtypes: The dtypes of the stored numbers.

@@ -73,7 +73,7 @@ LOOKUP = "lookup"
 
 @dataclass(frozen=True)
 class Ref:
-    """What an equation reads.
+    """An operand of an equation: an earlier result, an input or a number.
 
     Attributes:
         kind: ``"step"``, ``"array"``, ``"number"``, or one of the names above.

@@ -1,4 +1,4 @@
-"""What a program computes, as a key by which equal programs are found again."""
+"""Keys of programs: equal for programs with equal equations."""
 
 from __future__ import annotations
 

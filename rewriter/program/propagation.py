@@ -30,7 +30,7 @@ Split = tuple[Axes, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the arrays of a program are.
+    """The placement of a program's arrays on a mesh.
 
     Attributes:
         mesh: The devices by named axes; may be abstract.

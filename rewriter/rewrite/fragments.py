@@ -175,7 +175,7 @@ class _Pullback:
 
 @dataclass(frozen=True, eq=False)
 class _InOtherLayouts:
-    """What makes gradients where the replacement reads leaves in other layouts.
+    """The function to gradients, where a replacement reads leaves in other layouts.
 
     Attributes:
         of_read: Makes cotangents of what is read.

@@ -29,7 +29,7 @@ class NoShards(Exception):
 
 @dataclass(frozen=True)
 class Shards:
-    """How one use of an op is split over devices.
+    """The split of one use of an op over devices.
 
     Attributes:
         mesh: The devices by named axes.

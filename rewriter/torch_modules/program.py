@@ -17,7 +17,7 @@ from rewriter.torch_modules.trees import Structure, flattened
 
 
 class State(NamedTuple):
-    """What a module holds, by name, as its ``state_dict`` names it.
+    """Parameters and buffers of a module, by the names of its ``state_dict``.
 
     Attributes:
         params: Parameters of which gradients are asked for.
@@ -31,7 +31,7 @@ class State(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Called:
-    """How a module is called.
+    """A call of a module: the structure of its arguments, and which parts are trained.
 
     Attributes:
         structure: The structure of arguments by position and by name.
@@ -45,7 +45,7 @@ class Called:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Returned:
-    """What a call returned beside arrays: a structure, and if it drew numbers."""
+    """The result of a call without its arrays: a structure, and if it drew numbers."""
 
     structure: Structure
     drew: bool

@@ -1,4 +1,4 @@
-"""What a module is called with, and returns: tensors, and the structure around them."""
+"""Splits arguments and results of a module into tensors and their structure."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Flat = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Difference:
-    """How one result differs.
+    """The difference of one result.
 
     Attributes:
         result: Its position.

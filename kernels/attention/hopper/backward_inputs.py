@@ -1,4 +1,4 @@
-"""What the kernels of gradients read: numbers of rows, and both sides of the scores.
+"""Inputs of the gradient kernels: numbers of rows, and both sides of the scores.
 
 For dq rows are queries and columns keys. For dk and dv they are swapped.
 """

@@ -1,4 +1,4 @@
-"""What one warpgroup computes: 64 rows of a tile of queries.
+"""The work of one warpgroup: 64 rows of a tile of queries.
 
 Scores of a block of keys become weights by a running softmax: see
 `rewriter.kernels.attention.hopper.forward_kernel`.

@@ -144,7 +144,7 @@ def _over_rows(
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the tiles of one block of rows read; c is a key head, r a row.
+    """Operands of the tiles of one block of rows; c is a key head, r a row.
 
     Attributes:
         idle: Which rows add nothing, bool [c, r, 1].

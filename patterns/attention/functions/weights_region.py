@@ -37,7 +37,7 @@ OTHER_SUM = "a sum of something else than the weights divides or multiplies them
 
 @dataclasses.dataclass(frozen=True)
 class Divisor:
-    """What weights are divided by.
+    """The divisor of weights.
 
     Attributes:
         total: The sum of weights.

@@ -39,7 +39,7 @@ OF_MASKS = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """What a loop stacks that makes masks alone.
+    """A stack of masks, with the loop that makes it.
 
     Attributes:
         loop: The loop.
