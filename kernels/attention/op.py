@@ -13,6 +13,7 @@ from rewriter.kernels.attention.reference import (
 from rewriter.kernels.attention.scored_form import scored_form
 from rewriter.kernels.attention.sharding import sharding
 from rewriter.kernels.attention.stored_form import stored_keys_form
+from rewriter.kernels.attention.words import WORDS, has_zero_rows, note
 from rewriter.ops.op import Op, Operand
 
 _TABLE = "b|1 n|1 t|1 s|1"
@@ -61,6 +62,9 @@ OP = Op(
         "empty_rows": "nan", "out_dtype": None,
     },
     parallel="b",
+    words=WORDS,
+    note=note,
+    has_zero_rows=has_zero_rows,
     tiled="h e",
     cost=cost,
     distributions=distributions,

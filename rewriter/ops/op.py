@@ -159,6 +159,12 @@ class Operand:
     instead: str = ""
 
 
+def unsaid(value: Any) -> str:
+    """Returns no words: reports do not mention the parameter."""
+    del value
+    return ""
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """A computation with named operands and parameters.
@@ -204,6 +210,11 @@ class Op:
             its kernels is forced. All if empty.
         differentiated: ``differentiated(params)`` gives the parameters of the value
             that a derivative computes, if it is differentiated in another way.
+        words: By parameter, a function from its value to words for reports; without
+            words it is not mentioned. Others are named with their values.
+        note: ``note(params)`` gives what a comparison of numbers says of a use.
+        has_zero_rows: ``has_zero_rows(params)`` says whether rows in which a mask hides
+            all are 0, whatever the definition gives there. Proofs are of other rows.
         tiled: Letters of axes that a kernel's tile holds whole, as the width of heads:
             measurements of other sizes of them say nothing about a use.
     """
@@ -231,6 +242,11 @@ class Op:
     stays: bool = False
     found_on: tuple[str, ...] = ()
     differentiated: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = field(
+        default=None, repr=False
+    )
+    words: Mapping[str, Callable[[Any], str]] = field(default_factory=dict, repr=False)
+    note: Callable[[Mapping[str, Any]], str] | None = field(default=None, repr=False)
+    has_zero_rows: Callable[[Mapping[str, Any]], bool] | None = field(
         default=None, repr=False
     )
     tiled: str = ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from rewriter.find.match import NearMiss
 from rewriter.reports.costs import costs_text
-from rewriter.reports.operands import large_operands, summaries
+from rewriter.reports.use import large_operands, parameters, summaries
 from rewriter.rewrite.plan import Site
 from rewriter.support.verdict import Reason
 
@@ -17,13 +17,6 @@ MEASURED = ("tuned", "cached", "shipped", "nearest")
 
 CALLERS = 4
 """How many of the user's lines a row shows at most."""
-
-QUIET = (
-    "out_dtype", "precision", "empty_rows", "heads_axis", "wraps", "fills",
-    "of_squares", "unshifted", "weights", "outside", "of_log_probabilities", "slopes",
-    "slopes_up", "whole_slopes", "nan_at",
-)  # fmt: skip
-"""Parameters that most sites share, or that shapes show."""
 
 
 def grouped(sites: Sequence[Site]) -> list[list[Site]]:
@@ -173,7 +166,7 @@ def _details(site: Site, rate: float) -> Iterator[str]:
         yield text
     if site.sharding:
         yield f"on each device: {site.sharding}"
-    facts += [*_telling(site.params), *summaries(site)]
+    facts += [*parameters(site), *summaries(site)]
     if facts:
         yield "; ".join(facts)
     yield from large_operands(site, rate)
@@ -185,25 +178,3 @@ def _details(site: Site, rate: float) -> Iterator[str]:
     several = len(set(dict(site.not_chosen).values())) > 1
     if others and (site.replaced or site.origin in MEASURED or several):
         yield "not chosen: " + " · ".join(f"{k} ({r})" for k, r in others)
-
-
-def _telling(params: Mapping[str, object]) -> Iterator[str]:
-    """The parameters worth showing."""
-    for key, value in dict(params).items():
-        if key in QUIET or value in (None, "", (None, None), False):
-            continue
-        if key == "window":
-            yield _window(value)
-        elif key == "activation":
-            yield str(value)
-        elif not (key == "shift" and value == 0):
-            yield f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-
-
-def _window(value: object) -> str:
-    if value == (None, 0):
-        return "causal"
-    left, right = value if isinstance(value, tuple) else (value, value)
-    sides = [f"{left} back" if left is not None else "all before"]
-    sides += [f"{right} ahead" if right is not None else "all after"]
-    return "window " + ", ".join(s for s in sides if not s.startswith("0 "))

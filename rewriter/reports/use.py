@@ -1,6 +1,6 @@
-"""Says in words what the operands of a site mean, and what a large one costs.
+"""Says in words what the operands and parameters of a site mean.
 
-The op declares both: `Operand.summary` and `Operand.instead`.
+The op declares the words: `Operand.summary`, `Operand.instead` and `Op.words`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from rewriter.measure.measurement import time_text
-from rewriter.ops.op import Operand
+from rewriter.ops.op import Op, Operand
 from rewriter.ops.registry import registry
 from rewriter.rewrite.plan import Site
 from rewriter.support.sizes import size_text
@@ -19,6 +19,32 @@ OPERAND = re.compile(r"(\w+) (\w+)\[([^\]]*)\]")
 COMMA = re.compile(r",(?![^()]*\))")
 
 Shape = tuple[int | str, ...]
+
+
+EVERYWHERE = ("out_dtype", "precision")
+"""Parameters that many ops have, and that shapes show."""
+
+
+def op_of(site: Site) -> Op | None:
+    """Returns the op of a site, or its special form; None for a user's pattern."""
+    name = site.form or site.op
+    return registry().op(name) if name in registry().ops() else None
+
+
+def parameters(site: Site) -> Iterator[str]:
+    """Yields the parameters of a site that are worth showing."""
+    op = op_of(site)
+    for name, value in dict(site.params).items():
+        if name in EVERYWHERE or value in (None, "", (None, None), False):
+            continue
+        if op is not None and name in op.words:
+            text = op.words[name](value)
+        else:
+            text = (
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            )
+        if text:
+            yield text
 
 
 def summaries(site: Site) -> Iterator[str]:
@@ -48,11 +74,8 @@ def large_operands(site: Site, rate: float = 0.0) -> Iterator[str]:
 
 def _operands(site: Site) -> Iterator[tuple[Operand, Shape]]:
     """The operands that a site has and its op declares, with their shapes."""
-    name = site.form or site.op
-    if name not in registry().ops():
-        return
-    shapes = _shapes(site)
-    for operand in registry().op(name).operands:
+    op, shapes = op_of(site), _shapes(site)
+    for operand in op.operands if op is not None else ():
         if operand.name in shapes:
             yield operand, shapes[operand.name]
 
