@@ -137,9 +137,18 @@ class _OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return f"{self.paths[parent]}.{last}" if parent in self.paths else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leaves the module as it is: it ran under its new path."""
-        if module.__spec__ is not None:
-            module.__spec__ = module.__spec__.loader_state
+        """Leaves the module as it is: it ran under its new path.
+
+        Old paths below it are entered at once. Importing one later would set it as an
+        attribute of this very module, in place of another one of its name.
+        """
+        if module.__spec__ is None:
+            return
+        below = f"{module.__spec__.name}."
+        module.__spec__ = module.__spec__.loader_state
+        for old, new in self.paths.items():
+            if old.startswith(below) and old not in sys.modules:
+                sys.modules[old] = importlib.import_module(new)
 
 
 def keep_old_paths(package: str) -> None:
