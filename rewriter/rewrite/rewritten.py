@@ -12,6 +12,7 @@ from rewriter.measure.key import Key
 from rewriter.rewrite.passes.aligned_products import Aligned
 from rewriter.rewrite.passes.checkpoint_savings import Saved
 from rewriter.rewrite.passes.recompute import Stacks
+from rewriter.rewrite.passes.recompute_activations import Recomputed
 from rewriter.rewrite.plan import Site
 from rewriter.rewrite.replacements import Pair
 from rewriter.support.verdict import Reason
@@ -33,6 +34,7 @@ class Rewritten:
         kept: Values saved for checkpoints, which they do not compute again.
         offered: Further values that could be saved for them.
         pairs: Each kind of site as written and replaced, if the two are compared.
+        recomputed: Activations that the backward pass computes again.
         aligned: Matrix products that were padded.
     """
 
@@ -46,4 +48,5 @@ class Rewritten:
     kept: tuple[Saved, ...] = ()
     offered: tuple[Saved, ...] = ()
     pairs: tuple[Pair, ...] = ()
+    recomputed: tuple[Recomputed, ...] = ()
     aligned: tuple[Aligned, ...] = ()

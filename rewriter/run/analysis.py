@@ -275,6 +275,7 @@ def analyze(
         stacks=rewritten.stacks,
         kept=rewritten.kept,
         offered=rewritten.offered,
+        recomputed=rewritten.recomputed,
         aligned=rewritten.aligned,
     )
     _log(report)

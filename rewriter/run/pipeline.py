@@ -83,6 +83,12 @@ PASSES = (
         "recompute", steps.recompute_stacked_values, lambda p: p.replaced, optional=True
     ),
     Pass(
+        "recompute_activations",
+        steps.recompute_saved_activations,
+        lambda p: p.replaced,
+        optional=True,
+    ),
+    Pass(
         "packed_operands",
         steps.pass_packed_operands,
         lambda p: p.changed,
@@ -149,6 +155,7 @@ def _rewritten(
         program.kept,
         program.offered,
         program.pairs,
+        program.recomputed,
         program.aligned,
     )
 

@@ -18,6 +18,7 @@ from rewriter.rewrite.origins import Origins
 from rewriter.rewrite.passes.aligned_products import Aligned
 from rewriter.rewrite.passes.checkpoint_savings import Saved
 from rewriter.rewrite.passes.recompute import Stacks
+from rewriter.rewrite.passes.recompute_activations import Recomputed
 from rewriter.rewrite.replacements import Pair
 from rewriter.site.facts import Facts
 
@@ -47,6 +48,7 @@ class Program:
         kept: Values saved for checkpoints, which they do not compute again.
         offered: Further values that could be saved for them.
         stacks: Stacked bytes of loops, where `recompute` made them fewer.
+        recomputed: Activations that the backward pass computes again.
         aligned: Matrix products that were padded.
     """
 
@@ -69,6 +71,7 @@ class Program:
     kept: tuple[Saved, ...] = ()
     offered: tuple[Saved, ...] = ()
     stacks: tuple[Stacks, ...] = ()
+    recomputed: tuple[Recomputed, ...] = ()
     aligned: tuple[Aligned, ...] = ()
 
     @property

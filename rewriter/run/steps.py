@@ -28,6 +28,7 @@ from rewriter.rewrite.passes.gradients_with_results import compute_together
 from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.packed_operands import use_packed_operands
 from rewriter.rewrite.passes.recompute import recompute_stacked
+from rewriter.rewrite.passes.recompute_activations import recompute_activations
 from rewriter.rewrite.replacements import pairs_of
 from rewriter.rewrite.unfold import Unlike, unfold
 from rewriter.run.program import Program
@@ -205,6 +206,13 @@ def recompute_stacked_values(program: Program) -> Program:
     """Computes cheap values again instead of stacking them for gradients."""
     closed_jaxpr, stacks = recompute_stacked(program.closed_jaxpr)
     return replace(program, closed_jaxpr=closed_jaxpr, stacks=stacks)
+
+
+def recompute_saved_activations(program: Program) -> Program:
+    """Computes activations again instead of saving what their gradients read."""
+    device = target_of(program.config)
+    closed_jaxpr, found = recompute_activations(program.closed_jaxpr, device)
+    return replace(program, closed_jaxpr=closed_jaxpr, recomputed=found)
 
 
 def align_products(program: Program) -> Program:
