@@ -34,6 +34,7 @@ from rewriter.reports.rows import (
 )
 from rewriter.rewrite.passes.aligned_products import Aligned
 from rewriter.rewrite.passes.checkpoint_savings import Saved
+from rewriter.rewrite.passes.erfc_in_16_bits import Shortened
 from rewriter.rewrite.passes.flops import SITES
 from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.passes.recompute_activations import Recomputed
@@ -72,6 +73,7 @@ class Report:
         kept: Values saved for checkpoints, which they do not compute again.
         offered: Further values that a larger `checkpoint_memory` would save.
         recomputed: Activations that the backward pass computes again.
+        shortened: Functions of 16-bit numbers that take fewer operations.
         aligned: Matrix products that were padded.
 
     Example:
@@ -98,6 +100,7 @@ class Report:
     kept: tuple[Saved, ...] = ()
     offered: tuple[Saved, ...] = ()
     recomputed: tuple[Recomputed, ...] = ()
+    shortened: tuple[Shortened, ...] = ()
     aligned: tuple[Aligned, ...] = ()
 
     def counts(
@@ -221,6 +224,7 @@ class Report:
             "kept": [asdict(k) for k in self.kept],
             "offered": [asdict(k) for k in self.offered],
             "recomputed": [asdict(r) for r in self.recomputed],
+            "shortened": [asdict(s) for s in self.shortened],
             "aligned": [asdict(a) for a in self.aligned],
             "seconds": dict(self.seconds),
         }
@@ -323,6 +327,10 @@ def _beside_sites(report: Report, widths: tuple[int, ...]) -> Iterator[str]:
     for what, where in dict.fromkeys((r.what, r.where) for r in report.recomputed):
         same = [r for r in report.recomputed if (r.what, r.where) == (what, where)]
         yield row_text("✓", _recomputed_row(same), widths)
+    for what, where in dict.fromkeys((s.what, s.where) for s in report.shortened):
+        count = sum((s.what, s.where) == (what, where) for s in report.shortened)
+        text = "by fewer operations, exact to 16 bits"
+        yield row_text("✓", (what, f"×{count}", where, text), widths)
     for stacks in report.stacks:
         yield from _stacks_lines(stacks, widths)
 

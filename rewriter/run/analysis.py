@@ -276,6 +276,7 @@ def analyze(
         kept=rewritten.kept,
         offered=rewritten.offered,
         recomputed=rewritten.recomputed,
+        shortened=rewritten.shortened,
         aligned=rewritten.aligned,
     )
     _log(report)

@@ -89,6 +89,12 @@ PASSES = (
         optional=True,
     ),
     Pass(
+        "erfc_in_16_bits",
+        steps.shorten_functions,
+        lambda p: p.replaced and p.config.numerics != "strict",
+        optional=True,
+    ),
+    Pass(
         "packed_operands",
         steps.pass_packed_operands,
         lambda p: p.changed,
@@ -156,6 +162,7 @@ def _rewritten(
         program.offered,
         program.pairs,
         program.recomputed,
+        program.shortened,
         program.aligned,
     )
 

@@ -23,6 +23,7 @@ from rewriter.rewrite.not_placed import NotPlaced
 from rewriter.rewrite.passes.aligned_products import align
 from rewriter.rewrite.passes.checkpoint_policies import keep_policies
 from rewriter.rewrite.passes.checkpoint_savings import save, unspent
+from rewriter.rewrite.passes.erfc_in_16_bits import shorten_erfc
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
 from rewriter.rewrite.passes.gradients_with_results import compute_together
 from rewriter.rewrite.passes.memory_order import use_memory_order
@@ -213,6 +214,13 @@ def recompute_saved_activations(program: Program) -> Program:
     device = target_of(program.config)
     closed_jaxpr, found = recompute_activations(program.closed_jaxpr, device)
     return replace(program, closed_jaxpr=closed_jaxpr, recomputed=found)
+
+
+def shorten_functions(program: Program) -> Program:
+    """Computes functions of 16-bit numbers by fewer operations."""
+    device = target_of(program.config)
+    closed_jaxpr, found = shorten_erfc(program.closed_jaxpr, device)
+    return replace(program, closed_jaxpr=closed_jaxpr, shortened=found)
 
 
 def align_products(program: Program) -> Program:

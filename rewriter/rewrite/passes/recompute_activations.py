@@ -20,8 +20,8 @@ Values that late products read are saved in any case, and cost nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -96,9 +96,17 @@ def recompute_activations(
 
 def _is_expensive(eqn: Any) -> bool:
     """Whether an equation is a function that XLA computes once, of a large array."""
-    if eqn.primitive.name not in EXPENSIVE:
-        return False
-    return is_sized(eqn.outvars) and size(eqn.outvars[0]) >= LEAST
+    large = is_sized(eqn.outvars) and max(map(size, eqn.outvars), default=0) >= LEAST
+    return large and bool(_function_of(eqn))
+
+
+def _function_of(eqn: Any) -> str:
+    """The expensive function of an equation, or of an elementwise call; else empty."""
+    if eqn.primitive.name in EXPENSIVE:
+        return str(eqn.primitive.name)
+    if _jax.call_kind(eqn) not in ("call", "custom") or not is_elementwise(eqn):
+        return ""
+    return next(filter(None, map(_function_of, _jax.call_body(eqn).eqns)), "")
 
 
 # ------------------------------------------------------------------- what is read late
@@ -110,12 +118,14 @@ class _Late:
         around: The body's equations.
         readers: By value, the positions of its late readers.
         saved: Those that are saved in any case.
+        early: Values that the forward pass needs too. XLA computes others late anyway.
         depth: By value, the most products that one after the other lead to it.
     """
 
     around: Equations
     readers: Mapping[Any, list[int]]
-    saved: Collection[Any]
+    saved: Set[Any]
+    early: Set[Any]
     depth: Mapping[Any, int]
 
     @classmethod
@@ -124,7 +134,7 @@ class _Late:
         readers: dict[Any, list[int]] = {}
         saved = {a for a in around.outs if not _jax.is_literal(a)}
         for k, eqn in enumerate(around.eqns):
-            inputs = [a for a in eqn.invars if not _jax.is_literal(a)]
+            inputs = _vars(eqn)
             fused = is_elementwise(eqn)
             after = max((depth.get(a, 0) for a in inputs), default=0)
             here = after + (not fused and _is_product(eqn))
@@ -136,7 +146,18 @@ class _Late:
                     readers.setdefault(value, []).append(k)
                 else:
                     saved.add(value)
-        return cls(around, readers, saved, depth)
+        return cls(around, readers, saved, _early(around, readers), depth)
+
+
+def _early(around: Equations, late: Mapping[Any, list[int]]) -> set[Any]:
+    """The values that are read, but not only late, or for a value that is."""
+    early = {a for a in around.outs if not _jax.is_literal(a)}
+    places = {(k, v) for v, ks in late.items() for k in ks}
+    for k in reversed(range(around.end)):
+        eqn = around.eqns[k]
+        if not early.isdisjoint(eqn.outvars) or not is_elementwise(eqn):
+            early.update(v for v in _vars(eqn) if (k, v) not in places)
+    return early
 
 
 def _is_product(eqn: Any) -> bool:
@@ -145,7 +166,7 @@ def _is_product(eqn: Any) -> bool:
 
 
 # ----------------------------------------------------------------- what is saved of it
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Region:
     """Values that are read late, with all that they are cheaply computed from.
 
@@ -154,50 +175,48 @@ class _Region:
         makers: By value, the cheap equation that makes it, in the body's order.
     """
 
-    wanted: list[Any] = field(default_factory=list)
-    makers: dict[Any, Any] = field(default_factory=dict)
+    wanted: Sequence[Any]
+    makers: Mapping[Any, Any]
 
 
 def _regions(late: _Late) -> Iterable[_Region]:
-    """The regions that do not share a value; only those with an expensive function."""
-    around, parent = late.around, dict[Any, Any]()
-    made: dict[Any, Any] = {}
+    """Yields the regions that share no equation; only those that are expensive."""
+    import networkx  # slow to import; most programs have no expensive function
 
-    def root(value: Any) -> Any:
-        while parent[value] is not value:
-            parent[value] = parent[parent[value]]
-            value = parent[value]
-        return value
-
-    todo = list(late.readers)
-    parent.update((v, v) for v in todo)
+    around, graph = late.around, networkx.Graph()
+    todo, seen = list(late.readers), set(late.readers)
     while todo:
         value = todo.pop()
-        maker = around.maker(value)
-        if maker is None or not is_elementwise(maker) or not is_sized(maker.outvars):
+        if not _is_fused(around.maker(value)):
             continue
-        made[value] = maker
-        for operand in maker.invars:
-            if _jax.is_literal(operand):
-                continue
-            if operand not in parent:
-                parent[operand] = operand
+        graph.add_node(value)
+        for operand in _vars(around.maker(value)):
+            if _is_fused(around.maker(operand)):
+                graph.add_edge(operand, value)
+            if operand not in seen:
+                seen.add(operand)
                 todo.append(operand)
-            parent[root(operand)] = root(value)
-    regions: dict[Any, _Region] = {}
-    for value in sorted(made, key=around.made_at):
-        region = regions.setdefault(root(value), _Region())
-        region.makers[value] = made[value]
-        if value in late.readers:
-            region.wanted.append(value)
-    for region in regions.values():
-        if any(map(_is_expensive, region.makers.values())):
-            yield region
+    for values in networkx.connected_components(graph):
+        ordered = sorted(values, key=around.made_at)
+        makers = {v: around.maker(v) for v in ordered}
+        if any(map(_is_expensive, makers.values())):
+            read = {v for e in makers.values() for v in _vars(e)} | values
+            wanted = [v for v in late.readers if v in read]
+            yield _Region(wanted, makers)
+
+
+def _is_fused(maker: Any) -> bool:
+    """Whether XLA fuses the equation that makes a value with the value's readers."""
+    return maker is not None and is_elementwise(maker) and is_sized(maker.outvars)
+
+
+def _vars(eqn: Any) -> list[Any]:
+    return [a for a in eqn.invars if not _jax.is_literal(a)]
 
 
 def _cut(late: _Late, region: _Region) -> frozenset[Any]:
     """The values with the fewest bytes from which all wanted ones are computed."""
-    import networkx  # slow to import; most programs have no such region
+    import networkx
 
     graph = networkx.DiGraph()
     for value in region.wanted:
@@ -215,9 +234,7 @@ def _cut(late: _Late, region: _Region) -> frozenset[Any]:
         if maker is None:
             graph.add_edge("start", (value, "in"))
             continue
-        for operand in maker.invars:
-            if _jax.is_literal(operand):
-                continue
+        for operand in _vars(maker):
             graph.add_edge((operand, "out"), (value, "in"))
             if operand not in seen:
                 seen.add(operand)
@@ -247,24 +264,26 @@ class _Again:
 def _again(late: _Late, region: _Region) -> _Again | None:
     """Returns what to compute again in a region; None if that saves nothing."""
     cut = _cut(late, region)
-    wanted = [v for v in region.wanted if v not in cut and v not in late.saved]
-    needed, given, positions = set(wanted), dict[Any, None](), set[int]()
+    costly: set[Any] = set()
+    for value, maker in region.makers.items():
+        behind = value not in cut and value not in late.saved
+        first = _is_expensive(maker) and not late.early.isdisjoint(maker.outvars)
+        if behind and (first or not costly.isdisjoint(_vars(maker))):
+            costly.add(value)
+    readers = {v: late.readers[v] for v in region.wanted if v in costly}
+    needed, given, positions = set(readers), dict[Any, None](), set[int]()
     for value, maker in reversed(region.makers.items()):
         if value not in needed or value in cut:
             continue
         positions.add(late.around.made_at(value))
-        for atom in maker.invars:
-            if _jax.is_literal(atom):
-                continue
-            needed.add(atom)
-            if atom in cut or atom not in region.makers:
-                given[atom] = None
+        needed.update(_vars(maker))
+        given |= {a: None for a in _vars(maker) if a in cut or a not in region.makers}
     eqns = tuple(late.around.eqns[k] for k in sorted(positions))
     if not 0 < sum(map(_is_expensive, eqns)) <= MOST:
         return None
     if not any(late.depth.get(v) and size(v) >= LEAST for v in given):
         return None  # a table, such as that of a rotary embedding
-    return _Again(tuple(given), eqns, {v: late.readers[v] for v in wanted})
+    return _Again(tuple(given), eqns, readers)
 
 
 def _changed(body: Any, found: list[Recomputed]) -> Any:
@@ -277,15 +296,17 @@ def _changed(body: Any, found: list[Recomputed]) -> Any:
         if again is None:
             continue
         made, results = _repeated(again)
-        first = min(k for many in again.readers.values() for k in many)
-        before.setdefault(first, []).extend(made)
-        for value, positions in again.readers.items():
-            for k in positions:
-                instead.setdefault(k, {})[value] = results[value]
+        known = 1 + max(map(late.around.made_at, again.given))
+        places = [(k, v) for v, ks in again.readers.items() for k in ks if k >= known]
+        if not places:
+            continue
+        before.setdefault(min(k for k, _ in places), []).extend(made)
+        for k, value in places:
+            instead.setdefault(k, {})[value] = results[value]
         found += [
-            Recomputed(_jax.source_of(e), e.primitive.name, size(e.outvars[0]))
+            Recomputed(_jax.source_of(e), _function_of(e), size(e.outvars[0]))
             for e in again.eqns
-            if _is_expensive(e)
+            if _is_expensive(e) and not late.early.isdisjoint(e.outvars)
         ]
     if not before:
         return body
