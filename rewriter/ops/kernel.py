@@ -206,9 +206,9 @@ class Traits:
             result)``. `backward` gets the sum as the operand, and adds the addend to
             that operand's cotangent.
         swaps: Operands that it also reads with two axes swapped in memory: ``(name,
-            axis, axis)``. `forward` gets the names of such operands as ``swapped=``.
-            The operands still have the op's order; it swaps their axes itself, at no
-            cost.
+            axis, axis)``. `forward` and `together` get the names of such operands as
+            ``swapped=``. The operands still have the op's order; it swaps their axes
+            itself, at no cost.
         packs: Operands [b, t, n, h] that both passes also read from an array [b, t,
             heads, h] that has more heads. They get ``packed=``, for names of such
             operands the array and the operand's `Heads` in it. Whether they read the
