@@ -241,11 +241,8 @@ def test_results_and_gradients_together(
     cotangent = jnp.cos(jnp.arange(rows, dtype=jnp.float32))
     more = {"label_smoothing": 0.1, "z_loss": 0.01, "soft_cap": 3.0}
     given = {"labels": labels, "swapped": swapped, **more}
-    out, grads = jax.jit(
-        lambda x, w, bias: xla.together(
-            x=x, w=w, bias=bias, cotangent=cotangent, **given
-        )
-    )(x, w, bias)
+    both = lambda **own: xla.together(**own, cotangent=cotangent, **given)
+    out, grads = jax.jit(lambda x, w, bias: both(x=x, w=w, bias=bias))(x, w, bias)
     alone = jax.jit(lambda x, w, bias: xla.forward(x=x, w=w, bias=bias, **given))
     np.testing.assert_allclose(out, alone(x, w, bias), rtol=1e-6)
     want, back = jax.vjp(lambda x, w, bias: plain(x, w, labels, bias), x, w, bias)
