@@ -27,8 +27,13 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import NAN, PASSES, ZERO, if_any
+from rewriter.kernels.attention.empty import if_any
 from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.averaged_rows import (
+    Averages,
+    averages_of,
+    spans_of,
+)
 from rewriter.kernels.attention.hopper.backward_config import (
     SUMS_STAGES,
     TABLE_BLOCK,
@@ -100,32 +105,46 @@ def backward(
         grads |= {} if made is None else {"bias": made[..., :t, :s].astype(dtype)}
     grads |= _of_rows(use, lse, x)
     grads |= _of_sums(use, x, config)
-    given_back = use.empty_rows not in ZERO or use.empty_rows in PASSES
-    if not (given_back and x.of_queries.problem.mask.may_be_empty):
+    averages = averages_of(use, x.of_queries.problem.mask.may_be_empty)
+    others = {n: grads[n] for n in ("bias", "alibi") if n in grads}
+    if averages is None or not averages.passes or not others:
         return grads
     completed = lambda given: _with_empty_rows(given, use, out, lse, cotangent)
-    return if_any(x.empty, grads, completed)
+    return grads | if_any(x.empty, others, completed)
 
 
 def _of_qkv(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
-    """The cotangents of q, k and v, without those of rows without keys."""
+    """The cotangents of q, k and v, with the share of rows without keys."""
     (b, t, n, h), wide = use.q.shape, x.of_keys.problem.h
-    of_keys = x.of_keys
+    averages = averages_of(use, x.of_queries.problem.mask.may_be_empty)
+    of_keys = _averaging(x.of_keys, averages, x.empty)
     like = lambda *names: [_type_of(getattr(use, name)) for name in names]
     if config.fused:
         total = jax.new_ref(jnp.zeros((b, -(-t // EDGE) * EDGE, n, wide), jnp.float32))
         both = of_keys.arrays | {"dq": total}
         dk, dv = _call(Fused, of_keys.problem, both, like("k", "v"))
         dq = (total[...][:, :t, :, :h] * use.scale).astype(use.q.dtype)
-        if x.of_queries.problem.mask.may_be_empty:
+        passes = averages is not None and averages.passes
+        if x.of_queries.problem.mask.may_be_empty and not passes:
             # Ignores values added to rows without keys.
             dq = jnp.where(x.empty.swapaxes(1, 2)[..., None], 0, dq)
     else:
         kind = Divided if config.divided else OfKeys
         dk, dv = _call(kind, of_keys.problem, of_keys.arrays, like("k", "v"))
-        of_queries = x.of_queries
+        passing = averages if averages is not None and averages.passes else None
+        of_queries = _averaging(x.of_queries, passing, x.empty)
         (dq,) = _call(OfQueries, of_queries.problem, of_queries.arrays, like("q"))
     return {"q": dq, "k": dk, "v": dv}
+
+
+def _averaging(side: Side, averages: Averages | None, empty: Array) -> Side:
+    """Returns the inputs of a kernel that adds the share of rows without keys."""
+    if averages is None:
+        return side
+    problem = replace(side.problem, averages=averages)
+    return replace(
+        side, problem=problem, arrays=side.arrays | {"spans": spans_of(empty)}
+    )
 
 
 def _type_of(x: Array) -> jax.ShapeDtypeStruct:
@@ -165,12 +184,8 @@ def _of_sums(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
 def _with_empty_rows(
     grads: dict[str, Array], use: Use, out: Array, lse: Array, cotangent: Array
 ) -> dict[str, Array]:
-    """The cotangents with the share of rows without keys: in v, and through scores."""
+    """The cotangents of scores' addends, with the share of rows without keys."""
     use = use.unpacked()
-    dv = _values_of_empty_rows(grads["v"], lse == -jnp.inf, cotangent, use.empty_rows)
-    grads = grads | {"v": dv}
-    if use.empty_rows not in PASSES or use.sinks is not None:
-        return grads
     params = {
         "scale": use.scale, "window": use.window, "shift": use.shift,
         "softcap": use.softcap, "empty_rows": use.empty_rows,
@@ -236,19 +251,6 @@ def _of_tables(
     (made,) = _call(OfTables, whole, named, [jax.ShapeDtypeStruct(size, dtype)])
     made = made.reshape(*table.shape[:2], parts, *table.shape[2:])
     return made.sum(2) if parts > 1 else made[:, :, 0]
-
-
-def _values_of_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Array:
-    """Returns dv with the share of rows without keys: NaN, or that of their mean."""
-    if empty_rows in ZERO:
-        return dv
-    (b, s, heads, e), n = dv.shape, empty.shape[1]
-    if empty_rows in NAN:
-        bad = empty.reshape(b, heads, -1).any(-1)[:, None, :, None]
-        return jnp.where(bad, jnp.nan, dv)
-    rows = jnp.where(empty.swapaxes(1, 2)[..., None], up.astype(jnp.float32), 0)
-    share = (rows.sum(1) / s).reshape(b, 1, heads, n // heads, e).sum(3)
-    return (dv.astype(jnp.float32) + share).astype(dv.dtype)
 
 
 def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any) -> Any:

@@ -9,8 +9,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import pallas, panels
-from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
+from rewriter.kernels.attention.hopper import averaged_rows, pallas, panels
+from rewriter.kernels.attention.hopper.backward_tiles import (
+    Kernel,
+    Problem,
+    Seen,
+    Tile,
+)
 
 if TYPE_CHECKING:
     from jax import Array
@@ -95,7 +100,7 @@ class OfQueries(Kernel):
         each = pallas.zeros((64,))
         return pallas.sloped(scores, each + away * slope, each + slope)
 
-    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sums with a block added."""
         p, x, mine = self.p, self.memory, self.warpgroup
         dq_before, lse, delta, *rest = carry
@@ -111,14 +116,16 @@ class OfQueries(Kernel):
             panels.add_scores(changes, x["g"].at[mine], x["v"].at[second])
             found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
-            found, steep = self.scores(tile, found, j, slot, step, part)
+            found, steep = self.scores(tile, found, j, slot, step, seen)
             wide = [pallas.along(x, shape) for x in (lse, *rest)]
-            found = self.weights(found, wide[0], wide[1] if rest else None)
+            found = self.weights(found, wide[0], wide[1] if rest else None, seen)
             found = found if steep is None else found * steep
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             plgpu.barrier_arrive(x["second_free"].at[second])
             change = weights * (change - pallas.along(delta, shape))
+            if seen is Seen.ALIKE:
+                change = self.only_seen(change, weights, seen)
             panels.add_rows(dq, change.astype(dtype), x["k"].at[slot])
             made = dq[...]
             plgpu.barrier_arrive(x["free"].at[slot])
@@ -128,15 +135,26 @@ class OfQueries(Kernel):
         made = panels.run_scoped(products, (shape, shape), sums, p.by_rows)
         return made, lse, delta, *rest
 
-    def store(self, tile: Tile, carry: Any) -> None:
-        """Writes the sums of a tile: 0 for rows without keys, whatever was summed.
+    def of_seen(self, tile: Tile, carry: Any) -> Any:
+        """Returns the sums of a tile: 0 for rows without keys, whatever was summed.
 
         Sums of other rows are not finite if hidden values are not. The formula does the
         same, since its delta is not finite either.
         """
-        dq, lse = carry[0] * self.p.scale, carry[1]
+        del tile
+        dq, lse, *rest = carry
         if self.p.mask.may_be_empty:
             dq = jnp.where(pallas.along(lse, dq.shape) == jnp.inf, 0.0, dq)
-        self.put(dq, "q", "dq", tile)
+        return dq, lse, *rest
+
+    def averaged(self, tile: Tile, spans: Any) -> tuple[Any, Any]:
+        """Returns all blocks of keys, if some row of the tile may be without keys."""
+        count = -(-self.p.mask.s // self.p.block)
+        meets = averaged_rows.meets(spans, tile.b, tile.first, self.p.rows)
+        return jnp.int32(0), jnp.where(meets, jnp.int32(count), jnp.int32(0))
+
+    def store(self, tile: Tile, carry: Any) -> None:
+        """Writes the sums of a tile."""
+        self.put(carry[0] * self.p.scale, "q", "dq", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
