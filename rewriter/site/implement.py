@@ -6,13 +6,14 @@ batch axis. It returns plain functions of arrays, which `rewriter.site.site` low
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rewriter.ops.kernel import Kernel
+from rewriter.ops.joined import join
+from rewriter.ops.kernel import Heads, Kernel
 from rewriter.ops.op import OUT
 from rewriter.site.kernel_call import (
     accepted,
@@ -320,7 +321,11 @@ def backward_to_sum(
 
 
 def backward_of_parts(
-    use: Use, kernel: Kernel | None, wrt: tuple[str, ...], parts: Sequence[Any]
+    use: Use,
+    kernel: Kernel | None,
+    wrt: tuple[str, ...],
+    parts: Sequence[Any],
+    joined: Sequence[tuple[str, Heads]],
 ) -> Callable[..., list[jax.Array]]:
     """Returns the cotangents as a function of operands that are parts of arrays.
 
@@ -329,23 +334,52 @@ def backward_of_parts(
         kernel: As for `backward`; a kernel that does not `packs` reads the operands.
         wrt: As for `backward`.
         parts: As for `forward_of_parts`.
+        joined: The heads of some cotangents in an array, which are all of it.
 
     Returns:
-        A function of `backward`'s arguments and the arrays.
+        A function of `backward`'s arguments and the arrays. With `joined` it gives that
+        array behind the other cotangents.
     """
-    n, count = len(use.names), 1 + max(at for _, at, _ in parts)
+    n, places = len(use.names), dict(joined)
 
     def run(*args: jax.Array) -> list[jax.Array]:
-        given, arrays = args[:-count], args[-count:]
+        count = len(args) - arrays_of(parts)
+        given, arrays = args[:count], args[count:]
         inner = [shaped(x) for x in given[:n]]
         own = accepted(use, kernel, inner)
+        if kernel is None or kernel.backward is None or own is None:
+            grads = backward(use, kernel, wrt, (), ())(*given)
+            return joined_grads(dict(zip(wrt, grads, strict=True)), joined)
         packed = _packed(kernel, parts, arrays)
-        if kernel is None or kernel.backward is None or own is None or not packed:
-            return backward(use, kernel, wrt, (), ())(*given)
+        more: dict[str, Any] = {"packed": packed} if packed else {}
+        joins = bool(joined) and places.keys() <= set(kernel.traits.joins)
+        more |= {"joined": places} if joins else {}
         keep = _read_by(use, inner, own, len(given))
-        return call_backward(use, kernel, wrt, *(given[i] for i in keep), packed=packed)
+        grads = call_backward(use, kernel, wrt, *(given[i] for i in keep), **more)
+        if joins:
+            return grads
+        return joined_grads(dict(zip(wrt, grads, strict=True)), joined)
 
     return run
+
+
+def arrays_of(parts: Sequence[Any]) -> int:
+    """The number of arrays that operands are parts of."""
+    return 1 + max((at for _, at, _ in parts), default=-1)
+
+
+def joined_grads(
+    grads: Mapping[str, jax.Array], joined: Sequence[tuple[str, Heads]]
+) -> list[jax.Array]:
+    """Cotangents, with some of them put together into an array behind the others.
+
+    Args:
+        grads: The cotangents by name.
+        joined: The heads of some in the array, which are all of it.
+    """
+    places = dict(joined)
+    rest = [x for name, x in grads.items() if name not in places]
+    return [*rest, join(grads, places)] if places else rest
 
 
 def _reference_backward(

@@ -15,7 +15,7 @@ from rewriter.kernels.attention.empty import ZERO
 from rewriter.kernels.attention.hopper import block_masks
 from rewriter.kernels.attention.hopper.averaged_rows import delta_of
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
-from rewriter.kernels.attention.hopper.backward_tiles import Problem
+from rewriter.kernels.attention.hopper.backward_problem import Problem
 from rewriter.kernels.attention.hopper.config import filled_backward
 from rewriter.kernels.attention.hopper.forward_kernel import row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E

@@ -11,12 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import averaged_rows, pallas, panels
 from rewriter.kernels.attention.hopper.backward_config import CHANGES, WEIGHTS
-from rewriter.kernels.attention.hopper.backward_tiles import (
-    Kernel,
-    Problem,
-    Seen,
-    Tile,
-)
+from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
+from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Tile
 
 if TYPE_CHECKING:
     from jax import Array
@@ -27,7 +23,6 @@ class OfKeys(Kernel):
 
     name = "attention_dk_dv"
     fixed, passing = ("k", "v"), ("q", "g")
-    outputs = ("dk", "dv")
     sign = -1
 
     @classmethod

@@ -10,12 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import averaged_rows, pallas, panels
-from rewriter.kernels.attention.hopper.backward_tiles import (
-    Kernel,
-    Problem,
-    Seen,
-    Tile,
-)
+from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
+from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Tile
 
 if TYPE_CHECKING:
     from jax import Array
@@ -26,7 +22,6 @@ class OfQueries(Kernel):
 
     name = "attention_dq"
     fixed, passing = ("q", "g"), ("k", "v")
-    outputs = ("dq",)
     sign = 1
 
     @classmethod

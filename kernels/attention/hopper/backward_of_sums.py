@@ -18,12 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rewriter.kernels.attention.hopper import pallas, panels
 from rewriter.kernels.attention.hopper.backward_of_keys import OfKeys
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
-from rewriter.kernels.attention.hopper.backward_tiles import (
-    Kernel,
-    Problem,
-    Seen,
-    Tile,
-)
+from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
+from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Tile
 
 if TYPE_CHECKING:
     from jax import Array
@@ -31,8 +27,6 @@ if TYPE_CHECKING:
 
 class _Sums(Kernel):
     """Common code of both: a number for each row, float32 [b, n, whole tiles]."""
-
-    outputs = ("sums",)
 
     @classmethod
     def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:

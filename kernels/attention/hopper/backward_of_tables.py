@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas, panels
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
-from rewriter.kernels.attention.hopper.backward_tiles import Problem, Seen, Tile
+from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
+from rewriter.kernels.attention.hopper.backward_tiles import Tile
 from rewriter.kernels.attention.hopper.blocks import blocks_of
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.visibility import least
@@ -92,7 +93,6 @@ class OfTables(OfQueries):
     """
 
     name = "attention_dbias"
-    outputs = ("dbias",)
 
     @classmethod
     def scratch(cls, p: TableProblem, dtype: Any) -> dict[str, Any]:  # pyright: ignore

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import abc
-import enum
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -15,121 +13,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import block_masks, pallas, panels
-from rewriter.kernels.attention.hopper.averaged_rows import Averages
-from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
+from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
+from rewriter.kernels.attention.hopper.blocks import blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
-from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.pallas import LOG2E
-from rewriter.kernels.attention.hopper.terms import Place, Terms
+from rewriter.kernels.attention.hopper.terms import Place
 from rewriter.kernels.attention.hopper.use import head_in_array
 from rewriter.kernels.attention.visibility import FAR, Range
 from rewriter.kernels.shared import warpgroups, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
-
-    from rewriter.ops.kernel import Heads
-
-
-class Seen(enum.Enum):
-    """What the rows of a tile see of a block."""
-
-    ALL = enum.auto()
-    SOME = enum.auto()
-    """The visible range of some row may end within it."""
-    ALIKE = enum.auto()
-    """Rows without keys weigh all of it alike. No other row counts."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The problem as known while tracing.
-
-    Attributes:
-        mask: The mask between rows of a tile and columns of a block: queries and keys
-            for dq, keys and queries for dk and dv.
-        block: Columns of a block.
-        heads: Heads of the arrays in tiles.
-        group: Query heads that a tile of keys meets in turn; 1 for dq.
-        shared: Query heads of a key head; 1 for dk and dv.
-        values: Blocks of the second streamed array in shared memory; `stages` is for
-            the first.
-        divided: Whether the warpgroups share 64 rows; see `Divided`.
-        claimed: Whether blocks of threads claim tiles.
-        by_rows: Whether arrays are copied by rows; see `panels`.
-        packed: The heads of operands in the arrays that are read.
-        averages: How rows without keys weigh keys, if they pass something back.
-    """
-
-    b: int
-    heads: int
-    group: int
-    shared: int
-    h: int
-    e: int
-    mask: Mask
-    scale: float
-    softcap: float | None
-    block: int
-    stages: int
-    warpgroups: int
-    programs: int
-    terms: Terms
-    values: int
-    divided: bool = False
-    claimed: bool = False
-    by_rows: bool = False
-    packed: tuple[tuple[str, Heads], ...] = ()
-    averages: Averages | None = None
-
-    @property
-    def tiles(self) -> Callable[..., Any]:
-        """Makes shared memory of tiles."""
-        return panels.panels if self.by_rows else pallas.tiles
-
-    @property
-    def copies(self) -> tuple[int, int]:
-        """The copies that bring rows of width h, and of width e."""
-        h, e = (
-            panels.copies(x, pallas.swizzle(x, self.block), self.by_rows)
-            for x in (self.h, self.e)
-        )
-        return h, e
-
-    @property
-    def parts(self) -> int:
-        """The number of 64-row parts of a tile."""
-        return 1 if self.divided else self.warpgroups
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 64 * self.parts
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Names of numbers of queries."""
-        return ("lse", "delta", "rest") if self.terms.unbounded else ("lse", "delta")
-
-    @functools.cached_property
-    def order(self) -> Order:
-        """The order in which tiles are taken."""
-        tiles = range(0, self.mask.t, self.rows)
-        ranges = [
-            blocks_of(self.mask, i, self.rows, self.block, self.mask.shift)
-            for i in tiles
-        ]
-        return Order(
-            pairs=self.b * self.heads,
-            bytes_of_pair=max(
-                1, 2 * self.mask.s * (self.h + self.e) * self.group // self.shared
-            ),
-            programs=self.programs,
-            work=tuple(
-                self.group * (1 if self.terms.segments else r.count) for r in ranges
-            ),
-            claims=self.claimed and work_stealing.AVAILABLE,
-        )
 
 
 class Kernel(abc.ABC):
@@ -140,7 +34,6 @@ class Kernel(abc.ABC):
     """The arrays whose tiles stay resident, of widths h and e."""
     passing: tuple[str, str]
     """The arrays whose blocks are streamed, of widths h and e."""
-    outputs: tuple[str, ...]
     shows = False
     """Whether masks hide whole rows of tiles, which are left out when they are
     stored."""
@@ -434,10 +327,12 @@ class Kernel(abc.ABC):
 
     def put(self, x: Array, name: str, output: str, tile: Tile) -> None:
         """Writes rows in place of a tile, and from there to the result."""
-        to = self.given[output]
+        joined = self.p.joined
+        to = self.given["joined" if name in dict(joined) else output]
         panels.put(self.memory[name].at[self.part], x.astype(to.dtype))
         plgpu.commit_smem()
-        at = (tile.b, pl.ds(tile.mine, 64), tile.head)
+        head = head_in_array(joined, name, tile.head)
+        at = (tile.b, pl.ds(tile.mine, 64), head)
         rows = self.memory[f"{name}_rows"].at[self.part]
         for target, place in panels.parts(to, at, rows):
             plgpu.copy_smem_to_gmem(place, target)

@@ -428,7 +428,7 @@ FILLS = (
 )
 
 
-@pytest.mark.parametrize(("name", "fill"), first(3, FILLS))
+@pytest.mark.parametrize(("name", "fill"), first(3, FILLS, several=True))
 def test_what_rows_without_keys_pass_back(name: str, fill: str) -> None:
     """Gradients of such rows and of their keys, beside those that see some."""
     shape, case, back = EMPTY[name]
