@@ -81,6 +81,8 @@ def _inner(maker: Any, view: View) -> list[tuple[Any, View | None]]:
         return [(x, _padded(maker, view))]
     if name == "concatenate":
         return _concatenated(maker, view)
+    if name == "stack":
+        return _stacked(maker, view)
     if name == "transpose":
         strides = [0] * len(view.strides)
         for axis, stride in zip(params["permutation"], view.strides, strict=True):
@@ -114,3 +116,14 @@ def _concatenated(maker: Any, view: View) -> list[tuple[Any, View | None]]:
         made.append((x, sliced(view, starts, steps, tuple(x.aval.shape))))
         place += x.aval.shape[axis]
     return made
+
+
+def _stacked(maker: Any, view: View) -> list[tuple[Any, View | None]]:
+    """The operands of a stack, and where each lies: a concatenation with a new axis."""
+    axis = maker.params["axis"]
+    strides = (*view.strides[:axis], *view.strides[axis + 1 :])
+    return [
+        (x, View(view.source, view.offset + i * view.strides[axis], shape, strides))
+        for i, x in enumerate(maker.invars)
+        for shape in [tuple(x.aval.shape)]
+    ]

@@ -28,7 +28,7 @@ from rewriter.rewrite.passes.packed_operands import heads_of
 from rewriter.site import packed, site
 from rewriter.site.result_types import joined_avals
 
-ENDS = frozenset({*SUMS, "concatenate"})
+ENDS = frozenset({*SUMS, "concatenate", "stack"})
 """Primitives whose result may be put together from gradients."""
 
 
