@@ -93,6 +93,13 @@ def _split(eqn: Any, x: View, out: Any) -> View:
     return View(x.source, offset, tuple(out.aval.shape), x.strides)
 
 
+def _unstacked(eqn: Any, x: View, out: Any) -> View:
+    axis, place = eqn.params["axis"], list(eqn.outvars).index(out)
+    offset = x.offset + place * x.strides[axis]
+    strides = (*x.strides[:axis], *x.strides[axis + 1 :])
+    return View(x.source, offset, tuple(out.aval.shape), strides)
+
+
 def _transposed(eqn: Any, x: View, out: Any) -> View:
     order = eqn.params["permutation"]
     return View(
@@ -159,4 +166,5 @@ def _same(eqn: Any, x: View, out: Any) -> View:
 _RULES: dict[str, Callable[[Any, View, Any], View | None]] = {
     "slice": _sliced, "split": _split, "transpose": _transposed, "squeeze": _squeezed,
     "broadcast_in_dim": _broadcast, "reshape": _reshaped, "copy": _same, "name": _same,
+    "unstack": _unstacked,
 }  # fmt: skip

@@ -64,6 +64,10 @@ def indexed(x: Any, w: Any) -> Any:
     return attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
 
 
+def unstacked(x: Any, w: Any) -> Any:
+    return attention(*jnp.unstack((x @ w).reshape(B, T, 3, N, H), axis=2))
+
+
 def unpacked_after_transposing(x: Any, w: Any) -> Any:
     q, k, v = (x @ w).reshape(B, T, 3, N, H).transpose(2, 0, 3, 1, 4)
     return heads_first(q, k, v)
@@ -130,6 +134,7 @@ SPELLINGS: dict[Callable[..., Any], tuple[int, tuple[Heads | None, ...]]] = {
     split_in_three: (3 * N, THIRDS),
     sliced: (3 * N, THIRDS),
     indexed: (3 * N, THIRDS),
+    unstacked: (3 * N, THIRDS),
     unpacked_after_transposing: (3 * N, THIRDS),
     flattened_rows: (3 * N, THIRDS),
     with_bias: (3 * N, THIRDS),
