@@ -270,6 +270,30 @@ def test_it_can_be_left_out() -> None:
     assert not list(read(fast.jaxpr(X, weights(3 * N))))
 
 
+@pytest.mark.parametrize(
+    "fn", [split_in_three, keys_in_one, checkpointed, layers], ids=lambda f: f.__name__
+)
+def test_derivatives_of_sites_read_and_write_in_place(fn: Callable[..., Any]) -> None:
+    """In the gradient of what is optimized, the array's is that of its parts."""
+    count, places = SPELLINGS[fn]
+    want = {n: at for n, at in zip("qkv", places, strict=True) if at}
+    args = X, weights(count)
+    fast = rewriter.optimize(fn, implementation=HOPPER)
+    loss, own = (
+        lambda x, w, f=f: jnp.square(f(x, w).astype(jnp.float32)).sum()
+        for f in (fn, fast)
+    )
+    program = jax.make_jaxpr(jax.grad(own, (0, 1)))(*args)
+    assert list(written(program)) == [want]
+    assert all(at == want for _, at in read(program))
+    given = drawn(*args)
+    for x, y in zip(
+        jax.grad(own, (0, 1))(*given), jax.grad(loss, (0, 1))(*given), strict=True
+    ):
+        gap = jnp.linalg.norm((x.astype(jnp.float32) - y.astype(jnp.float32)).ravel())
+        assert gap <= 0.02 * jnp.linalg.norm(y.astype(jnp.float32).ravel())
+
+
 def test_it_can_be_transformed() -> None:
     """Under vmap, in both modes and twice, it is the site of separate operands."""
     x, w = drawn(X, weights(3 * N))
@@ -279,12 +303,12 @@ def test_it_can_be_transformed() -> None:
     wide = lambda f: lambda x: f(x.astype("bfloat16"), w.astype("bfloat16"))
     own, plain = (lambda x, f=f: wide(f)(x).astype("float32").sum() for f in (
         fast, split_in_three))  # fmt: skip
-    for change in (
-        jax.vmap,
-        jax.grad,
-        lambda f: jax.grad(lambda x: jax.grad(f)(x).sum()),
+    for change, given in (
+        (jax.vmap, jnp.stack([x, 2 * x])),
+        (jax.grad, x),
+        (lambda f: jax.grad(lambda x: jax.grad(f)(x).sum()), x),
+        (lambda f: jax.vmap(jax.grad(f)), jnp.stack([x, 2 * x])),
     ):
-        given = jnp.stack([x, 2 * x]) if change is jax.vmap else x
         got, want = change(own)(given), change(plain)(given)
         assert jnp.abs(got - want).max() <= 0.05 * jnp.abs(want).max()
     _, along = jax.jvp(own, (x,), (x,))
