@@ -1,6 +1,7 @@
 """What rows without keys cost in the gradients of attention, on a Hopper GPU.
 
-  python3 -m tests.bench.rows_without_keys [--small] [--json PATH]
+  python3 -m tests.bench.rows_without_keys [--small] [--only NAME] [--ways WAYS]
+      [--json PATH]
 
 Masks of data may leave rows without keys. Three ways to compute gradients: without the
 share of such rows ("none", which is wrong where there are some), with the kernels'
@@ -131,63 +132,64 @@ def errors(got: Any, given: Any, up: Any, params: Any) -> dict[str, float]:
     return {n: float(gap(n) / jnp.linalg.norm(want[n].ravel())) for n in "qkv"}
 
 
+def compared(
+    name: str, use: tuple[Any, ...], empty: bool, chosen: list[str]
+) -> dict[str, Any]:
+    """The figures of a use, by the ways to compute gradients; lowers it if no GPU."""
+    (shape, kind, window), h100 = use, device.named("h100")
+    given = drawn(shape, kind, empty)
+    params = {"scale": shape[-1] ** -0.5, "window": window}
+    spec = spec_of(registry().op("attention"), given, params)
+    tiles, own = default(spec, h100), {**params, "empty_rows": FILL}
+    forward = jax.jit(
+        lambda given: hopper.forward(**given, **own, residuals=True, config=tiles)
+    )
+    up = jax.random.normal(jax.random.key(2), given["q"].shape, jnp.bfloat16)
+    of = ways(params, backward_default(spec, h100))
+    of = {way: fn for way, fn in of.items() if way in chosen}
+    if jax.default_backend() == "cpu":
+        return _lowered(forward, of, given, up)
+    args = given, *forward(given), up
+    row: dict[str, Any] = {"use": name, "rows": "empty" if empty else "full"}
+    row["errors"] = {}
+    for way, fn in of.items():
+        start = time.perf_counter()
+        program = jax.jit(fn).lower(*args).compile()
+        took = round(time.perf_counter() - start, 1)
+        got, times = measured(program, args)
+        again = program(*args)
+        same = all(bool((again[n] == got[n]).all()) for n in "qkv")
+        row[way] = times | {"compiled s": took, "repeats": same}
+        if way != "none":
+            found = errors(got, given, up, params)
+            row["errors"][way] = {n: f"{x:.1e}" for n, x in found.items()}
+    return row
+
+
 def main() -> None:
     """Measures every shape in all ways."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="to see it lower")
+    parser.add_argument("--only", help="the name of a use")
+    parser.add_argument("--ways", default="none,in kernels,conditional")
     parser.add_argument("--json", type=pathlib.Path)
-    given_args = parser.parse_args()
-    rows, h100 = [], device.named("h100")
-    for name, (shape, kind, window) in (SMALL if given_args.small else SHAPES).items():
-        for empty in (False, True):
-            given = drawn(shape, kind, empty)
-            params = {"scale": shape[-1] ** -0.5, "window": window}
-            spec = spec_of(registry().op("attention"), given, params)
-            forward = jax.jit(
-                lambda given, params=params, spec=spec: hopper.forward(
-                    **given, **params, empty_rows=FILL, residuals=True,
-                    config=default(spec, h100),
-                )
-            )  # fmt: skip
-            up = jax.random.normal(jax.random.key(2), given["q"].shape, jnp.bfloat16)
-            if given_args.small:
-                _lowered(forward, ways(params, backward_default(spec, h100)), given, up)
-                continue
-            out, kept = forward(given)
-            row: dict[str, Any] = {"use": name, "rows": "empty" if empty else "full"}
-            results = {}
-            for way, fn in ways(params, backward_default(spec, h100)).items():
-                start = time.perf_counter()
-                args = given, out, kept, up
-                program = jax.jit(fn).lower(*args).compile()
-                took = round(time.perf_counter() - start, 1)
-                results[way], times = measured(program, args)
-                row[way] = times | {"compiled s": took}
-            row["errors"] = {
-                way: {n: f"{x:.1e}" for n, x in
-                      errors(results[way], given, up, params).items()}
-                for way in ("in kernels", "conditional")
-            }  # fmt: skip
-            again = jax.jit(ways(params, backward_default(spec, h100))["in kernels"])
-            repeat = again(given, out, kept, up)
-            row["repeats"] = all(
-                bool((repeat[n] == results["in kernels"][n]).all()) for n in "qkv"
-            )
-            rows.append(row)
-            print(row, flush=True)
-    if given_args.json:
-        record.write(
-            given_args.json, "python3 -m tests.bench.rows_without_keys", rows=rows
-        )
+    given = parser.parse_args()
+    rows = []
+    for name, use in (SMALL if given.small else SHAPES).items():
+        for empty in (False, True) if given.only in (None, name) else ():
+            rows.append(compared(name, use, empty, given.ways.split(",")))
+            print(rows[-1], flush=True)
+    if given.json:
+        record.write(given.json, "python3 -m tests.bench.rows_without_keys", rows=rows)
 
 
-def _lowered(forward: Any, of: dict[str, Any], given: Any, up: Any) -> None:
+def _lowered(forward: Any, of: dict[str, Any], given: Any, up: Any) -> dict[str, Any]:
     """Lowers all for a GPU that is not there."""
     jax.export.export(forward, platforms=["cuda"])(given)
     out, kept = jax.eval_shape(forward, given)
-    for way, fn in of.items():
+    for fn in of.values():
         jax.export.export(jax.jit(fn), platforms=["cuda"])(given, out, kept, up)
-        print(way, "lowers", flush=True)
+    return {"lowers": list(of)}
 
 
 if __name__ == "__main__":

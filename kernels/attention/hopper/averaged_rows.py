@@ -33,10 +33,12 @@ class Averages:
     Attributes:
         weight: That of each key, or NaN where such a row gives NaN.
         passes: Whether a gradient reaches its scores.
+        finite: Whether that gradient is not NaN throughout.
     """
 
     weight: float
     passes: bool
+    finite: bool
 
     def weights(self, lse: Array) -> Array:
         """Returns the weights of rows without keys, and 0 in other rows.
@@ -60,7 +62,7 @@ def averages_of(use: Use, may_be_empty: bool) -> Averages | None:
     if not may_be_empty or not (passes or use.empty_rows not in ZERO):
         return None
     weight = math.nan if use.empty_rows in NAN else 1.0 / use.lengths[1]
-    return Averages(weight, passes)
+    return Averages(weight, passes, use.empty_rows == PASSING)
 
 
 def delta_of(use: Use, empty: Array, delta: Array) -> Array:
