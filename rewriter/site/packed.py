@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from rewriter.ops.kernel import Heads, Kernel
-from rewriter.site import implement, site
+from rewriter.site import implement, implement_parts, site
 from rewriter.site.composed import batch_rule, jvp_rule
 from rewriter.site.lowering import register
 from rewriter.site.result_types import (
@@ -48,7 +48,7 @@ OF = {site.site_p: site_p, site.backward_p: backward_p}
 
 def _given(args: Sequence[Any], parts: Parts) -> Sequence[Any]:
     """The arguments without the arrays."""
-    return args[: len(args) - implement.arrays_of(parts)]
+    return args[: len(args) - implement_parts.arrays_of(parts)]
 
 
 # --------------------------------------------------------- of what each is composed
@@ -66,7 +66,7 @@ def _composed_backward(
 
     def run(*args: Any) -> Sequence[Any]:
         grads = site.backward_p.bind(*_given(args, parts), **params)
-        return implement.joined_grads(dict(zip(wrt, grads, strict=True)), joined)
+        return implement_parts.joined_grads(dict(zip(wrt, grads, strict=True)), joined)
 
     return run
 
@@ -115,7 +115,9 @@ def _tangent_aval(*avals: Any, use: Use, active: tuple[str, ...], parts: Parts) 
 def _whole(parts: Parts) -> Joined:
     """The operands that are an array, each of its heads once; nothing otherwise."""
     taken = [i for _, _, at in parts for i in range(at.all)[at.indices]]
-    one = implement.arrays_of(parts) == 1 and sorted(taken) == list(range(len(taken)))
+    one = implement_parts.arrays_of(parts) == 1 and sorted(taken) == list(
+        range(len(taken))
+    )
     return tuple((n, at) for n, _, at in parts) if one and len(parts) > 1 else ()
 
 
@@ -206,7 +208,7 @@ def _backward_transpose(
 def _site_made(
     kernel: Kernel | None, *, use: Use, residuals: bool, parts: Parts
 ) -> Callable[..., list[Any]]:
-    return implement.forward_of_parts(use, kernel, residuals, parts)
+    return implement_parts.forward_of_parts(use, kernel, residuals, parts)
 
 
 def _backward_made(
@@ -217,7 +219,7 @@ def _backward_made(
     parts: Parts,
     joined: Joined,
 ) -> Callable[..., list[Any]]:
-    return implement.backward_of_parts(use, kernel, wrt, parts, joined)
+    return implement_parts.backward_of_parts(use, kernel, wrt, parts, joined)
 
 
 def _tangent_made(
