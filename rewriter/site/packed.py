@@ -115,9 +115,8 @@ def _tangent_aval(*avals: Any, use: Use, active: tuple[str, ...], parts: Parts) 
 def _whole(parts: Parts) -> Joined:
     """The operands that are an array, each of its heads once; nothing otherwise."""
     taken = [i for _, _, at in parts for i in range(at.all)[at.indices]]
-    one = implement_parts.arrays_of(parts) == 1 and sorted(taken) == list(
-        range(len(taken))
-    )
+    every = list(range(parts[0][2].all))
+    one = implement_parts.arrays_of(parts) == 1 and sorted(taken) == every
     return tuple((n, at) for n, _, at in parts) if one and len(parts) > 1 else ()
 
 
