@@ -213,6 +213,10 @@ class Traits:
             heads, h] that has more heads. They get ``packed=``, for names of such
             operands the array and the operand's `Heads` in it. Whether they read the
             operand or the array, they compute the same.
+        joins: Operands whose cotangents `backward` also writes into one array [b, t,
+            heads, h]. It gets ``joined=``, for names of such operands the `Heads` of
+            the cotangent in it, which are all of the array's. It returns the array
+            under the name ``joined``, in place of those cotangents.
         exportable: Whether its lowered code may be part of an exported program.
         needs_devices: Whether its code contains `custom_partitioning`, which JAX lowers
             only where it knows the devices.
@@ -234,6 +238,7 @@ class Traits:
     adds_to: str = ""
     swaps: tuple[tuple[str, int, int], ...] = ()
     packs: tuple[str, ...] = ()
+    joins: tuple[str, ...] = ()
     exportable: bool = True
     needs_devices: bool = False
     tried: bool = True

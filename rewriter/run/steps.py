@@ -26,6 +26,7 @@ from rewriter.rewrite.passes.checkpoint_savings import save, unspent
 from rewriter.rewrite.passes.erfc_in_16_bits import shorten_erfc
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
 from rewriter.rewrite.passes.gradients_with_results import compute_together
+from rewriter.rewrite.passes.joined_gradients import join_gradients
 from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.packed_operands import use_packed_operands
 from rewriter.rewrite.passes.recompute import recompute_stacked
@@ -194,8 +195,12 @@ def pass_transposed_operands(program: Program) -> Program:
 
 
 def pass_packed_operands(program: Program) -> Program:
-    """Passes operands that are parts of one array to kernels without a copy."""
-    return replace(program, closed_jaxpr=use_packed_operands(program.closed_jaxpr))
+    """Passes operands that are parts of one array to kernels without a copy.
+
+    Gradients that are put together into one array are written into it likewise.
+    """
+    read = use_packed_operands(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=join_gradients(read))
 
 
 def keep_checkpoint_policies(program: Program) -> Program:
