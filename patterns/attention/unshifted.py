@@ -57,7 +57,7 @@ def read_unshifted(softmax: Softmax) -> str | None:
 
 
 def _has_a_maximum(softmax: Softmax, form: Poly) -> bool:
-    """Whether a row's maximum, or a logarithm of a sum, is subtracted in an exponent."""
+    """Whether a row's maximum, or a logarithm of a sum, is subtracted."""
     alg, ev = softmax.alg, softmax.ev
     row = {i for i in alg.ids(form) & ev.outer if alg.sizes[i] != 1}
     for flag, mono in form:
