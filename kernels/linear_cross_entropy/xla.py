@@ -36,6 +36,7 @@ from rewriter.kernels.linear_cross_entropy.reduced import (
     reduced,
 )
 from rewriter.kernels.shared.kinds import XLA
+from rewriter.kernels.shared.loops import zero_after
 from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.sizes import size_text
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -215,15 +216,18 @@ def backward(
         return _gradients(head, loss, known, sums, columns, added)
 
     parts = chunks.flat(x, labels, lse=lse, cotangent=cotangent.astype(head.wide))
-    sums, by_row = chunks.over_blocks(block, parts, _zeros(head, added), rows)
+    sums, by_row = chunks.over_blocks(
+        block, parts, _zeros(head, added, cotangent), rows
+    )
     return _like(x, w, bias, by_row["x"], sums)
 
 
-def _zeros(head: Head, added: bool) -> Rows:
+def _zeros(head: Head, added: bool, cotangent: jax.Array) -> Rows:
     """Where cotangents of weights and bias are put, or added up."""
     shared = {"w": head.w} if head.bias is None else {"w": head.w, "bias": head.bias}
+    zero = zero_after(cotangent, dtype=head.wide)
     return {
-        n: jnp.zeros(a.shape, head.wide if added else a.dtype)
+        n: jnp.full(a.shape, zero.astype(head.wide if added else a.dtype))
         for n, a in shared.items()
     }
 
@@ -286,7 +290,7 @@ def _gradients(
         put = {n: _put(s, found[n], start, added, axes[n]) for n, s in sums.items()}
         return dx + found["x"], put
 
-    zero = jnp.zeros(rows.shape, head.wide)
+    zero = jnp.full(rows.shape, zero_after(rows, dtype=head.wide))
     dx, sums = chunks.over_chunks(step, (zero, sums), head.classes, columns)
     return sums, {"x": dx.astype(rows.dtype)}
 
@@ -358,7 +362,7 @@ def together(
         return sums, found | {"out": value}
 
     parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
-    sums, made = chunks.over_blocks(block, parts, _zeros(head, added), rows)
+    sums, made = chunks.over_blocks(block, parts, _zeros(head, added, cotangent), rows)
     out = _by_row(made["out"], labels).astype(out_dtype or head.wide)
     return out, _like(x, w, bias, made["x"], sums, head.turned)
 
