@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 from jax._src import config, core, linear_util
+from jax._src.state.types import AbstractRef
 from jax.interpreters import partial_eval
 
 from rewriter._jax.types import explicit_mesh, weakly_typed
@@ -20,10 +21,13 @@ def trace_flat(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     `jax.make_jaxpr` prepares a `jax.jit`, which takes ten times as long as a small
     trace. Code that is traced once does not need that.
     """
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    info = core.DebugInfo("rewriter", fn.__name__, ("",) * len(structs), None)
+    info = core.DebugInfo("rewriter", fn.__name__, ("",) * len(avals), None)
     flat = linear_util.wrap_init(lambda *a: jax.tree.leaves(fn(*a)), debug_info=info)
-    ins = list(map(jax.typeof, structs))
+    ins = [
+        a if isinstance(a, AbstractRef)  # a loop may read and write one
+        else jax.typeof(jax.ShapeDtypeStruct(a.shape, a.dtype))
+        for a in avals
+    ]  # fmt: skip
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(flat, ins)
     return jex_core.ClosedJaxpr(jaxpr, consts)
 
