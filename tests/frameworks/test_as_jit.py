@@ -385,7 +385,8 @@ def test_refs_beside_sites(jit: Any) -> None:
         np.testing.assert_allclose(held[name][...], want[name], rtol=1e-4, atol=1e-5)
 
 
-def test_refs_of_a_loop_with_a_differentiated_site() -> None:
+@pytest.mark.parametrize("placed", [False, True])
+def test_refs_of_a_loop_with_a_differentiated_site(placed: bool) -> None:
     def loss(x: Any, turns: Any, sums: Any) -> Any:
         def turn(y: Any, _: Any) -> Any:
             turns[...] += 1
@@ -396,6 +397,9 @@ def test_refs_of_a_loop_with_a_differentiated_site() -> None:
         return jax.lax.scan(turn, x, None, length=3)[0].sum()
 
     x = jax.random.normal(jax.random.key(0), (4, 16))
+    mesh = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Explicit,))
+    if placed:
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("rows")))
     options = {"implementation": FORCED, "strict": True}
     found = []
     for jit in (jax.jit, lambda f: rewriter.optimize(f, **options)):
