@@ -20,7 +20,12 @@ def row_sum(x: jax.Array) -> jax.Array:
 
 
 def row_mean(x: jax.Array) -> jax.Array:
-    """Returns the mean of each row of floats, [..., 1], in the dtype of x."""
+    """Returns the mean of each row of floats, [..., 1], in the dtype of x.
+
+    Example:
+        >>> row_mean(jax.numpy.asarray([[1.0, 3.0]])).tolist()
+        [[2.0]]
+    """
     return row_sum(x) / x.shape[-1]
 
 
