@@ -17,12 +17,12 @@ from rewriter import _jax
 from rewriter.choose.composite import composites, elementary
 from rewriter.choose.planner import for_platform, tasks_of
 from rewriter.config import Config
-from rewriter.find.sieve import possible
+from rewriter.find.sieve import possible, primitives
 from rewriter.measure.programs import Task
 from rewriter.program.equal_constants import once
 from rewriter.program.joined_sums import join
-from rewriter.program.made_inside import make_inside
-from rewriter.program.platform_conds import settle
+from rewriter.program.made_inside import LOOP, make_inside
+from rewriter.program.platform_conds import COND, settle
 from rewriter.program.propagation import Placement
 from rewriter.program.sums_of_rows import split
 from rewriter.rewrite.rewritten import Rewritten
@@ -243,9 +243,12 @@ def _initial_program(
     from rewriter.patterns.sets import in_force
 
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
-    settled = settle(closed_jaxpr)
+    names = primitives(closed_jaxpr)
+    settled = settle(closed_jaxpr) if COND in names else closed_jaxpr
     patterns = tuple(for_platform(possible(settled, patterns), config))
-    start = make_inside(once(settled)) if patterns else closed_jaxpr
+    start = once(settled) if patterns else closed_jaxpr
+    if patterns and LOOP in names:
+        start = make_inside(start)
     if any(p.of_rows for p in patterns):
         start = start if config.numerics == "strict" else join(start)
         start = split(start)
