@@ -287,7 +287,7 @@ STAGES = (
 PASSES_TO_DISABLE = (
     "masks_in_loops", "joined_losses", "fold", "gradients", "checkpoint_savings",
     "residual_adds", "gradients_with_results", "memory_order", "recompute",
-    "packed_operands", "aligned_products",
+    "recompute_activations", "erfc_in_16_bits", "packed_operands", "aligned_products",
 )  # fmt: skip
 """Names of the passes that may be skipped."""
 

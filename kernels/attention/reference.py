@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from rewriter.kernels.attention.empty_rows import AVERAGED, NAN, PASSES, PASSING
 from rewriter.kernels.attention.overflow import overflows
 from rewriter.kernels.attention.visibility import Visibility
+from rewriter.kernels.shared.contraction import contraction
+from rewriter.kernels.shared.rows import row_max, row_sum
 from rewriter.ops.slopes import zero_with_slope
 
 if TYPE_CHECKING:
@@ -153,7 +155,7 @@ def reference(
         shares = shares * dropout.astype(wide)
     shares = shares.reshape(b, heads, n // heads, t, s)
     last = precision or weights
-    out = jnp.einsum("bkgts,bske->btkge", shares, v.astype(wide), precision=last)
+    out = contraction("bkgts,bske->btkge", shares, v.astype(wide), precision=last)
     return out.reshape(b, t, n, e).astype(out_dtype or q.dtype)
 
 
@@ -169,7 +171,7 @@ def _scores(
     """Products of queries with keys, scaled and capped, [b, n, t, s]."""
     (b, t, n, h), (s, heads) = q.shape, k.shape[1:3]
     queries = q.reshape(b, t, heads, n // heads, h)
-    scores = jnp.einsum(
+    scores = contraction(
         "btkgh,bskh->bkgts", queries, k, precision=precision,
         preferred_element_type=wide,
     )  # fmt: skip
@@ -233,12 +235,12 @@ def usual(q: Array, k: Array, v: Array, **given: Any) -> Array:
 
 
 def _softmax(scores: Array, extra: Array | None, empty_rows: str) -> Array:
-    top = scores.max(-1, keepdims=True)
+    top = row_max(scores)
     if extra is not None:
         top = jnp.maximum(top, extra)
     top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
     weights = jnp.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
+    total = row_sum(weights)
     if extra is not None:
         total = total + jnp.exp(extra - top)
     if empty_rows in NAN:
@@ -256,7 +258,7 @@ def _passing(weights: Array, plain: Array, scores: Array, breaks: bool) -> Array
         scores: Those after.
         breaks: Whether that gradient is NaN.
     """
-    empty = scores.max(-1, keepdims=True) == -jnp.inf
+    empty = row_max(scores) == -jnp.inf
     slopes = jnp.where(empty, jnp.nan if breaks else 1.0, 0.0).astype(plain.dtype)
     moved = zero_with_slope(plain, slopes)
     return weights + (moved - moved.mean(-1, keepdims=True)) / scores.shape[-1]

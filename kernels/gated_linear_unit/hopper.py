@@ -107,7 +107,14 @@ def forward(
 
 
 backward = xla.backward
-"""The cotangents of every operand by XLA, block by block: branches are not saved."""
+"""The cotangents of every operand by XLA, block by block: branches are not saved.
+
+So forward and gradients have eight products, and those of the program as written six.
+On an H200 (``kernels/gated_linear_unit/tuned/nvidia_h200.json``) these run at equal
+rates: 8192 rows of 4096 and 14336 took 10.5 ms (730 TFLOP/s) and 8.1 ms (711). No
+kernel that computes branches again can be faster. With branches saved, all that a
+kernel can save is to read both of them once, 0.1 ms of 8.1.
+"""
 
 
 KERNEL = HOPPER.kernel(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from rewriter.kernels.gated_linear_unit.branches import Rows, Use, combine
 from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.shared.kinds import XLA
-from rewriter.kernels.shared.loops import scan
+from rewriter.kernels.shared.loops import scan, zero_after
 from rewriter.kernels.shared.products import unturned
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
@@ -195,7 +195,8 @@ def backward(
         )
 
     rows = _flat({**apart, "cotangent": cotangent})
-    none = {n: jnp.zeros(a.shape, wide) for n, a in shared.items()}
+    zero = zero_after(cotangent, dtype=wide)
+    none = {n: jnp.full(a.shape, zero) for n, a in shared.items()}
     by_row, sums = _over_blocks(block, rows, (config or DEFAULT).rows, none)
     return {
         **{n: y.reshape(apart[n].shape) for n, y in by_row.items()},

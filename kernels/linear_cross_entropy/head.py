@@ -19,7 +19,7 @@ class Head:
     """The function from rows to logits, for all classes or some.
 
     Attributes:
-        w: The weights, [k, v].
+        w: The weights, [k, v], or [v, k] if they are `turned`.
         bias: What is added, [v], or None.
         scale: Multiplies the product.
         soft_cap: The bound of the logits; 0 for none.
@@ -30,6 +30,7 @@ class Head:
         start: The first class.
         end: The class behind the last one that has a logit; columns from there on have
             none. None if all have.
+        turned: Whether the weights are [v, k], as a table of embeddings is.
     """
 
     w: jax.Array
@@ -42,15 +43,26 @@ class Head:
     held: Any
     start: Any = 0
     end: Any = None
+    turned: bool = False
+
+    @property
+    def classes(self) -> int:
+        """The number of columns, with padding."""
+        return self.w.shape[self.axis]
+
+    @property
+    def axis(self) -> int:
+        """The axis of the weights that counts classes."""
+        return 0 if self.turned else 1
 
     def padded(self, classes: int) -> Head:
         """The same with columns of zeros behind the classes, which have no logits."""
-        count = self.w.shape[1]
+        count = self.classes
         if classes == count:
             return self
         more = (0, classes - count)
         bias = None if self.bias is None else jnp.pad(self.bias, more)
-        w = jnp.pad(self.w, ((0, 0), more))
+        w = jnp.pad(self.w, (more, (0, 0)) if self.turned else ((0, 0), more))
         return dataclasses.replace(self, w=w, bias=bias, end=self.start + count)
 
     def before(self, end: int) -> Head:
@@ -63,7 +75,7 @@ class Head:
 
     def chunk(self, start: Any, size: int) -> Head:
         """The same for some of the classes; `start` is the first's column."""
-        w = lax.dynamic_slice_in_dim(self.w, start, size, 1)
+        w = lax.dynamic_slice_in_dim(self.w, start, size, self.axis)
         bias = self.bias
         if bias is not None:
             bias = lax.dynamic_slice_in_dim(bias, start, size)
@@ -71,9 +83,10 @@ class Head:
 
     def product(self, x: jax.Array) -> jax.Array:
         """Rows [n, k] times the weights, as they are held."""
-        return jnp.matmul(
+        return lax.dot_general(
             unturned(x),
             self.w,
+            (((1,), (1 - self.axis,)), ((), ())),
             precision=self.precision,
             preferred_element_type=self.held,
         )
@@ -124,9 +137,12 @@ class Head:
             d: The cotangents, [n, v], narrow and with the scale.
             dtypes: The dtype of each result, by its name.
         """
+        rows = x.astype(self.narrow)
+        both = (d, rows) if self.turned else (rows, d)
+        over = (1, self.axis)
         return {
-            "x": self._dot(d, self.w.astype(self.narrow), (1, 1), dtypes["x"]),
-            "w": self._dot(x.astype(self.narrow), d, (0, 0), dtypes["w"]),
+            "x": self._dot(d, self.w.astype(self.narrow), over, dtypes["x"]),
+            "w": self._dot(*both, (0, 0), dtypes["w"]),
         }
 
     def _dot(
@@ -140,7 +156,7 @@ class Head:
         return found.astype(out)
 
     def _columns(self) -> jax.Array:
-        return lax.broadcasted_iota(jnp.int32, (self.w.shape[1],), 0) + self.start
+        return lax.broadcasted_iota(jnp.int32, (self.classes,), 0) + self.start
 
     def _inside(self, y: jax.Array, otherwise: Any) -> jax.Array:
         """An array of classes, with a number in place of those that are padding."""

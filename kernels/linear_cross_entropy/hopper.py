@@ -74,7 +74,7 @@ def _form(head: Head, loss: Loss | None = None) -> Any:
     if loss is not None and loss.nan_at != "none":
         both = (math.inf, -math.inf)
         nan_at = both if loss.nan_at == "both" else (float(loss.nan_at),)
-    end = head.w.shape[1] if head.end is None else head.end
+    end = head.classes if head.end is None else head.end
     return Form(int(end), float(head.scale), nan_at, WARPGROUPS)
 
 
@@ -90,7 +90,7 @@ def reduced(head: Head, product: jax.Array, labels: jax.Array) -> Reduced:
 
 def picked(head: Head, product: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns the logits of the labels, 0 where there is none."""
-    end = head.w.shape[1] if head.end is None else head.end
+    end = head.classes if head.end is None else head.end
     place = jnp.clip(labels, 0, end - 1)[:, None]
     found = jnp.take_along_axis(product, place, 1, mode="clip")[:, 0]
     inside = (labels >= 0) & (labels < end)
@@ -114,8 +114,8 @@ def gradients(head: Head, loss: Loss, known: Rows) -> tuple[jax.Array, jax.Array
     value = loss.value(lse, own, sums, labels)
     slopes = loss.slopes(lse, labels, up)
     at = (jnp.exp(own - loss.subtracted(lse)) * slopes.lse + slopes.picked) * s
-    end = head.w.shape[1] if head.end is None else head.end
-    place = jnp.where((labels >= 0) & (labels < end), labels, head.w.shape[1])
+    end = head.classes if head.end is None else head.end
+    place = jnp.where((labels >= 0) & (labels < end), labels, head.classes)
     rows = jnp.arange(product.shape[0], dtype=place.dtype)
     d = d.at[rows, place].set(
         at.astype(d.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
@@ -195,5 +195,5 @@ KERNEL = HOPPER.kernel(
         modelled=modelled,
     ),
     SPACE, SPACE,
-    together=together, saves=xla.KERNEL.traits.saves,
+    together=together, saves=xla.KERNEL.traits.saves, swaps=(("w", 0, 1),),
 )  # fmt: skip

@@ -32,7 +32,7 @@ def takes(head: Head, count: int, classes: int) -> bool:
         classes: The number of classes without padding.
     """
     k, v = head.w.shape
-    return v == classes and count >= k and head.w.dtype == head.held
+    return not head.turned and v == classes and count >= k and head.w.dtype == head.held
 
 
 def together(
@@ -47,7 +47,7 @@ def together(
         config: How many rows are held beside, and the bytes of a chunk's cotangents.
         steps: What is done with products, of `xla.Steps`.
     """
-    (count, k), v = rows["x"].shape, head.w.shape[1]
+    (count, k), v = rows["x"].shape, head.classes
     size = chunks.of_cotangents(count, v, jnp.dtype(head.held).itemsize, config)
     beside = min(config.beside or 0, count - k)
     labels = loss.labels(rows["labels"])
@@ -77,7 +77,7 @@ def _reduced_again(head: Head, x: jax.Array, labels: jax.Array, config: Chunk) -
     if not x.shape[0]:
         none = jnp.zeros((0,), head.wide)
         return none, none, none
-    v, size = head.w.shape[1], jnp.dtype(head.held).itemsize
+    v, size = head.classes, jnp.dtype(head.held).itemsize
     columns = chunks.of_cotangents(x.shape[0], v, size, config)
     return reduced(head, x, labels, columns)
 
@@ -102,7 +102,7 @@ def _gradients(
         known: Of each row: classes, log-sum-exp and cotangent.
         size: Classes of a chunk.
     """
-    v = head.w.shape[1]
+    v = head.classes
     slopes = loss.slopes(known["lse"], known["classes"], known["cotangent"])
     shift = loss.subtracted(known["lse"])
     dtypes = {"x": head.wide, "w": head.w.dtype}

@@ -23,7 +23,7 @@ def of_product(head: Head, product: jax.Array, labels: jax.Array) -> Reduced:
 
 def reduced(head: Head, x: jax.Array, labels: jax.Array, columns: int) -> Reduced:
     """The same of rows [n, k], over chunks of classes."""
-    if columns == head.w.shape[1]:
+    if columns == head.classes:
         return of_product(head, head.product(x), labels)
 
     def step(start: Any, size: int, carry: Any) -> Any:
@@ -39,8 +39,6 @@ def reduced(head: Head, x: jax.Array, labels: jax.Array, columns: int) -> Reduce
 
     zero = jnp.zeros(x.shape[:1], head.wide)
     carry = (jnp.full_like(zero, -jnp.inf), zero, zero, zero)
-    top, weight, picked, total = chunks.over_chunks(
-        step, carry, head.w.shape[1], columns
-    )
+    top, weight, picked, total = chunks.over_chunks(step, carry, head.classes, columns)
     lse = jnp.log(weight) + jnp.where(jnp.isfinite(top), top, 0)
     return lse, picked, total

@@ -10,7 +10,7 @@ memory. Where the cotangent is known first, `together` computes the logits once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from rewriter.kernels.linear_cross_entropy.row_statistics import (
     reduced,
 )
 from rewriter.kernels.shared.kinds import XLA
+from rewriter.kernels.shared.loops import zero_after
 from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.sizes import size_text
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -113,22 +114,24 @@ def forward(
     residuals: bool = False,
     config: Chunk | None = None,
     steps: Steps = PLAIN,
+    swapped: Sequence[str] = (),
     **how: Any,
 ) -> Any:
     """Returns the losses, and with `residuals` the log-sum-exps.
 
     Args:
         config: The chunk.
+        swapped: ``("w",)`` if the weights lie in memory as [v, k].
         steps: What is done with the products of a block.
         **how: Parameters of the op, as in `reference`.
     """
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, first, config, **how)
+    head, loss = _head_and_loss(x, w, bias, first, config, swapped, **how)
     rows, columns = _sizes(head, x, config)
 
     def block(part: Rows, _: None) -> tuple[None, Rows]:
         classes = loss.labels(part["labels"])
-        if columns == head.w.shape[1]:
+        if columns == head.classes:
             lse, picked, total = steps.reduced(head, head.product(part["x"]), classes)
         else:
             lse, picked, total = reduced(head, part["x"], classes, columns)
@@ -152,6 +155,7 @@ def _head_and_loss(
     bias: jax.Array | None,
     first: jax.Array | None,
     config: Chunk,
+    swapped: Sequence[str] = (),
     *,
     scale: float = 1.0,
     soft_cap: float = 0.0,
@@ -165,15 +169,18 @@ def _head_and_loss(
     wide = jnp.promote_types(plain, jnp.float32)
     held = narrow if config.rounded else wide
     start = 0 if first is None else first[0]
-    head = Head(w, bias, scale, soft_cap, precision, narrow, wide, held, start)
-    classes, used = w.shape[1], loss.get("used", 0)
+    classes, used, turned = w.shape[1], loss.get("used", 0), "w" in swapped
+    head = Head(
+        w.T if turned else w, bias, scale, soft_cap, precision, narrow, wide, held,
+        start, turned=turned,
+    )  # fmt: skip
     head = head.padded(chunks.padded(classes, config))
     return head.before(used) if used else head, Loss(classes, **loss)
 
 
 def _sizes(head: Head, x: jax.Array, config: Chunk) -> tuple[int, int]:
     """Rows of a block, and classes of a chunk."""
-    count, classes = math.prod(x.shape[:-1]), head.w.shape[1]
+    count, classes = math.prod(x.shape[:-1]), head.classes
     size = jnp.dtype(head.held).itemsize
     rows = chunks.whole_rows(count, classes, size, config) if config.whole else 0
     if rows:
@@ -209,25 +216,34 @@ def backward(
         return _gradients(head, loss, known, sums, columns, added)
 
     parts = chunks.flat(x, labels, lse=lse, cotangent=cotangent.astype(head.wide))
-    sums, by_row = chunks.over_blocks(block, parts, _zeros(head, added), rows)
+    sums, by_row = chunks.over_blocks(
+        block, parts, _zeros(head, added, cotangent), rows
+    )
     return _like(x, w, bias, by_row["x"], sums)
 
 
-def _zeros(head: Head, added: bool) -> Rows:
+def _zeros(head: Head, added: bool, cotangent: jax.Array) -> Rows:
     """Where cotangents of weights and bias are put, or added up."""
     shared = {"w": head.w} if head.bias is None else {"w": head.w, "bias": head.bias}
+    zero = zero_after(cotangent, dtype=head.wide)
     return {
-        n: jnp.zeros(a.shape, head.wide if added else a.dtype)
+        n: jnp.full(a.shape, zero.astype(head.wide if added else a.dtype))
         for n, a in shared.items()
     }
 
 
 def _like(
-    x: jax.Array, w: jax.Array, bias: jax.Array | None, dx: jax.Array, sums: Rows
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    dx: jax.Array,
+    sums: Rows,
+    turned: bool = False,
 ) -> Rows:
     """Cotangents like the operands, without those of padding."""
     v = w.shape[1]
-    found = {"x": dx.reshape(x.shape), "w": sums["w"][:, :v].astype(w.dtype)}
+    dw = sums["w"][:v].astype(w.dtype).T if turned else sums["w"][:, :v]
+    found = {"x": dx.reshape(x.shape), "w": dw.astype(w.dtype)}
     if bias is None:
         return found
     return found | {"bias": sums["bias"][:v].astype(bias.dtype)}
@@ -256,7 +272,7 @@ def _gradients(
         d = gradient(slopes, y, loss.subtracted(known["lse"]), some.hits(classes))
         return some.back(rows, some.of_product(y, d), {**dtypes, "x": of_x})
 
-    if columns == head.w.shape[1]:
+    if columns == head.classes:
         product = head.product(rows) if product is None else product
         found = of(head, product, rows.dtype)
         more = {n: s + found[n] if added else found[n] for n, s in sums.items()}
@@ -270,17 +286,19 @@ def _gradients(
         else:
             part = lax.dynamic_slice_in_dim(product, start, size, 1)
         found = of(some, part, head.wide)
-        put = {n: _put(s, found[n], start, added) for n, s in sums.items()}
+        axes = {"w": head.axis, "bias": 0}
+        put = {n: _put(s, found[n], start, added, axes[n]) for n, s in sums.items()}
         return dx + found["x"], put
 
-    zero = jnp.zeros(rows.shape, head.wide)
-    dx, sums = chunks.over_chunks(step, (zero, sums), head.w.shape[1], columns)
+    zero = jnp.full(rows.shape, zero_after(rows, dtype=head.wide))
+    dx, sums = chunks.over_chunks(step, (zero, sums), head.classes, columns)
     return sums, {"x": dx.astype(rows.dtype)}
 
 
-def _put(sums: jax.Array, more: jax.Array, start: Any, added: bool) -> jax.Array:
+def _put(
+    sums: jax.Array, more: jax.Array, start: Any, added: bool, axis: int
+) -> jax.Array:
     """An array with some classes put there, or added to."""
-    axis = sums.ndim - 1
     if added:
         more += lax.dynamic_slice_in_dim(sums, start, more.shape[axis], axis)
     return lax.dynamic_update_slice_in_dim(sums, more, start, axis)
@@ -297,6 +315,7 @@ def together(
     out_dtype: str | None = None,
     config: Chunk | None = None,
     steps: Steps = PLAIN,
+    swapped: Sequence[str] = (),
     **how: Any,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the losses and all cotangents, from logits that are computed once.
@@ -306,10 +325,11 @@ def together(
 
     Args:
         steps: What is done with the products of a block.
+        swapped: ``("w",)`` if the weights lie in memory as [v, k].
     """
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, first, config, **how)
-    count, classes = math.prod(x.shape[:-1]), head.w.shape[1]
+    head, loss = _head_and_loss(x, w, bias, first, config, swapped, **how)
+    count, classes = math.prod(x.shape[:-1]), head.classes
     size = jnp.dtype(head.held).itemsize
     if config.beside is not None and in_place.takes(head, count, w.shape[1]):
         parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
@@ -342,9 +362,9 @@ def together(
         return sums, found | {"out": value}
 
     parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
-    sums, made = chunks.over_blocks(block, parts, _zeros(head, added), rows)
+    sums, made = chunks.over_blocks(block, parts, _zeros(head, added, cotangent), rows)
     out = _by_row(made["out"], labels).astype(out_dtype or head.wide)
-    return out, _like(x, w, bias, made["x"], sums)
+    return out, _like(x, w, bias, made["x"], sums, head.turned)
 
 
 def _saves(spec: Spec) -> list[Any]:

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.shared.rows import row_mean
+
 
 def reference(
     *,
@@ -41,9 +43,9 @@ def reference(
     wide = jnp.promote_types(x.dtype, jnp.float32)
     y, mean = x.astype(wide), None
     if centred:
-        mean = jnp.mean(y, axis=-1, keepdims=True)
+        mean = row_mean(y)
         y = y - mean
-    square = jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, wide)
+    square = row_mean(y * y) + jnp.asarray(eps, wide)
     if of_squares:
         square = square + (mean * mean - mean * mean)  # inf - inf, or 0
     if epsilon is not None:

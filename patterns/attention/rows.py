@@ -159,9 +159,6 @@ def _is_never_empty(softmax: Softmax, axes: Axes, masks: Masks) -> bool:
     left, right = masks.params.get("window", (None, None))
     shift = masks.params.get("shift", 0)
     names = set(masks.operands)
-    if left is None and "kv_lengths" in names:
-        ((length, _),) = masks.operands["kv_lengths"].parts
-        names -= {"kv_lengths"} if _least(softmax, length) >= 1 else set()
     if names == {"q_segments", "kv_segments"}:
         mine, theirs = masks.segments
         swap = {axes.s[0]: axes.t[0]} if axes.t and len(axes.s) == 1 else {}
@@ -171,6 +168,9 @@ def _is_never_empty(softmax: Softmax, axes: Axes, masks: Masks) -> bool:
             return True
     if _each_sees_itself(softmax, axes):
         return True
+    if left is None and "kv_lengths" in names:
+        ((length, _),) = masks.operands["kv_lengths"].parts
+        names -= {"kv_lengths"} if _least(softmax, length) >= 1 else set()
     if left is None and "offset" in names and _is_positive(softmax, masks.offset):
         names -= {"offset"}  # a later query sees the first key all the more
     if names - {"prefix"} or (left or 0) + (right or 0) < 0:

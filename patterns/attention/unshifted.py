@@ -57,9 +57,12 @@ def read_unshifted(softmax: Softmax) -> str | None:
 
 
 def _has_a_maximum(softmax: Softmax, form: Poly) -> bool:
-    """Whether a maximum, or a logarithm of a sum, is subtracted in an exponent."""
+    """Whether a row's maximum, or a logarithm of a sum, is subtracted."""
     alg, ev = softmax.alg, softmax.ev
-    for _, mono in form:
+    row = {i for i in alg.ids(form) & ev.outer if alg.sizes[i] != 1}
+    for flag, mono in form:
+        if not row <= alg.term_ids(flag, mono):
+            continue  # the maximum of several rows: all exponentials of one may vanish
         if any(alg.kind(a) == "log" for a, _ in mono):
             return True
         for leaf in set().union(*(alg.leaves(a) for a, _ in mono)):

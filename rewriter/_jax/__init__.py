@@ -203,6 +203,9 @@ from rewriter._jax.programs import (
     reading as reading,
 )
 from rewriter._jax.programs import (
+    with_atoms as with_atoms,
+)
+from rewriter._jax.programs import (
     with_constants as with_constants,
 )
 from rewriter._jax.programs import (

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 from jax._src import config, core, linear_util
+from jax._src.state.types import AbstractRef
 from jax.interpreters import partial_eval
 
 from rewriter._jax.types import explicit_mesh, weakly_typed
@@ -21,9 +22,23 @@ def trace_flat(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     trace. Code that is traced once does not need that.
     """
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    info = core.DebugInfo("rewriter", fn.__name__, ("",) * len(structs), None)
+    return _traced(fn, structs, avals)
+
+
+def _traced(
+    fn: Callable[..., Any], structs: Sequence[Any], avals: Sequence[Any]
+) -> Any:
+    """The closed jaxpr of a function of arrays and references.
+
+    Args:
+        fn: The function.
+        structs: What the arrays are like.
+        avals: The types of all arguments; a loop may read and write a reference.
+    """
+    info = core.DebugInfo("rewriter", fn.__name__, ("",) * len(avals), None)
     flat = linear_util.wrap_init(lambda *a: jax.tree.leaves(fn(*a)), debug_info=info)
-    ins = list(map(jax.typeof, structs))
+    pairs = zip(avals, structs, strict=True)
+    ins = [a if isinstance(a, AbstractRef) else jax.typeof(s) for a, s in pairs]
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(flat, ins)
     return jex_core.ClosedJaxpr(jaxpr, consts)
 
@@ -80,11 +95,11 @@ def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
         return trace_flat(fn, avals)
     mesh = explicit_mesh(avals)
     if mesh is None and jax.sharding.get_abstract_mesh().manual_axes:
-        return jax.make_jaxpr(fn)(*map(_struct_in_part, avals))
+        return _placed(fn, list(map(_struct_in_part, avals)), avals)
     if mesh is None:
         parts = next(a.sharding.mesh for a in avals if a.mat.varying)
         with _in_parts(parts):
-            return jax.make_jaxpr(fn)(*map(_struct_in_part, avals))
+            return _placed(fn, list(map(_struct_in_part, avals)), avals)
     structs = [
         jax.ShapeDtypeStruct(a.shape, a.dtype)
         if a.sharding.mesh.empty
@@ -92,7 +107,16 @@ def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
         for a in avals
     ]
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.make_jaxpr(fn)(*structs)
+        return _placed(fn, structs, avals)
+
+
+def _placed(
+    fn: Callable[..., Any], structs: Sequence[Any], avals: Sequence[Any]
+) -> Any:
+    """The closed jaxpr of a function in the mesh around; it may take references."""
+    if any(isinstance(a, AbstractRef) for a in avals):
+        return _traced(fn, structs, avals)
+    return jax.make_jaxpr(fn)(*structs)
 
 
 def reshaped(x: Any, shape: tuple[int, ...]) -> Any:

@@ -28,6 +28,21 @@ def reading(eqn: Any, env: Any) -> Any:
     return eqn
 
 
+def with_atoms(eqn: Any, ins: Sequence[Any], outs: Sequence[Any], source: Any) -> Any:
+    """The equation with other operands, results and source info.
+
+    Since 0.11 effects on references name the operand; before, they count operands.
+    """
+    changed = {"invars": list(ins), "outvars": list(outs), "source_info": source}
+    if eqn.effects:
+        pairs = zip(eqn.invars, ins, strict=True)
+        given = {a: b for a, b in pairs if not is_literal(a)}
+        changed["effects"] = {
+            e.replace(given[e.input]) if hasattr(e, "input") else e for e in eqn.effects
+        }
+    return eqn.replace(**changed)
+
+
 def with_constants(
     closed: Any, constvars: Sequence[Any], invars: Sequence[Any], consts: Sequence[Any]
 ) -> Any:

@@ -201,6 +201,7 @@ class Reading:
             results given.
         code: The traced code of the replacement, with the op's reference, once the
             reading is checked. A changed copy has none.
+        read: What its code reads, once it was asked for; see `leaves_of`.
     """
 
     op: str
@@ -230,6 +231,7 @@ class Reading:
     proof: Reading | None = None
     taken: ComputedValues | None = None
     code: Any = field(default=None, init=False, repr=False)
+    read: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     def build(
         self,
@@ -334,6 +336,12 @@ def leaves_of_operands(reading: Reading, names: Iterable[str]) -> set[int]:
 
 def leaves_of(reading: Reading) -> tuple[int, ...]:
     """Returns the values that the code of a reading reads, in a fixed order."""
+    if reading.read is None:
+        reading.read = _read_by(reading)
+    return reading.read
+
+
+def _read_by(reading: Reading) -> tuple[int, ...]:
     alg = reading.algebra
     atoms: set[int] = set()
     pieces = (p for joined in reading.joined.values() for p in joined.pieces)

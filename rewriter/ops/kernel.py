@@ -206,13 +206,17 @@ class Traits:
             result)``. `backward` gets the sum as the operand, and adds the addend to
             that operand's cotangent.
         swaps: Operands that it also reads with two axes swapped in memory: ``(name,
-            axis, axis)``. `forward` gets the names of such operands as ``swapped=``.
-            The operands still have the op's order; it swaps their axes itself, at no
-            cost.
+            axis, axis)``. `forward` and `together` get the names of such operands as
+            ``swapped=``. The operands still have the op's order; it swaps their axes
+            itself, at no cost.
         packs: Operands [b, t, n, h] that both passes also read from an array [b, t,
             heads, h] that has more heads. They get ``packed=``, for names of such
             operands the array and the operand's `Heads` in it. Whether they read the
             operand or the array, they compute the same.
+        joins: Operands whose cotangents `backward` also writes into one array [b, t,
+            heads, h]. It gets ``joined=``, for names of such operands the `Heads` of
+            the cotangent in it, which are all of the array's. It returns the array
+            under the name ``joined``, in place of those cotangents.
         exportable: Whether its lowered code may be part of an exported program.
         needs_devices: Whether its code contains `custom_partitioning`, which JAX lowers
             only where it knows the devices.
@@ -234,6 +238,7 @@ class Traits:
     adds_to: str = ""
     swaps: tuple[tuple[str, int, int], ...] = ()
     packs: tuple[str, ...] = ()
+    joins: tuple[str, ...] = ()
     exportable: bool = True
     needs_devices: bool = False
     tried: bool = True

@@ -131,6 +131,6 @@ def inserted(
         outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in inner.outvars]
         ins = [a if _jax.is_literal(a) else local[a] for a in inner.invars]
         local.update(zip(inner.outvars, outs, strict=True))
-        equations.append(inner.replace(invars=ins, outvars=outs, source_info=source))
+        equations.append(_jax.with_atoms(inner, ins, outs, source))
     results = [v if _jax.is_literal(v) else local[v] for v in fragment.outvars]
     return equations, results

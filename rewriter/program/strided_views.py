@@ -47,14 +47,15 @@ def view_of(atom: Any, makers: Mapping[Any, Any]) -> View | None:
     rule = None if maker is None else _RULES.get(maker.primitive.name)
     before = view_of(maker.invars[0], makers) if rule else None
     found = rule(maker, before, atom) if rule and before else None
-    return found or _whole(atom)
+    return found or whole(atom)
 
 
 def _has_numbers(shape: Sequence[Any]) -> bool:
     return all(isinstance(d, int) for d in shape)
 
 
-def _whole(atom: Any) -> View:
+def whole(atom: Any) -> View:
+    """Returns an array as a view of itself."""
     shape = tuple(atom.aval.shape)
     return View(atom, 0, shape, _row_major(shape))
 
@@ -66,10 +67,23 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 # ------------------------------------------------------------- of each primitive
 def _sliced(eqn: Any, x: View, out: Any) -> View:
     starts, steps = eqn.params["start_indices"], eqn.params["strides"]
-    steps = steps or (1,) * len(starts)
+    return sliced(x, starts, steps or (1,) * len(starts), tuple(out.aval.shape))
+
+
+def sliced(
+    x: View, starts: Sequence[int], steps: Sequence[int], shape: tuple[int, ...]
+) -> View:
+    """Returns a part of a view.
+
+    Args:
+        x: The view.
+        starts: The first place along each axis.
+        steps: The distance of places along each axis.
+        shape: The part's shape.
+    """
     offset = x.offset + sum(a * b for a, b in zip(starts, x.strides, strict=True))
     strides = tuple(a * b for a, b in zip(steps, x.strides, strict=True))
-    return View(x.source, offset, tuple(out.aval.shape), strides)
+    return View(x.source, offset, shape, strides)
 
 
 def _split(eqn: Any, x: View, out: Any) -> View:
@@ -77,6 +91,13 @@ def _split(eqn: Any, x: View, out: Any) -> View:
     before = sum(sizes[: list(eqn.outvars).index(out)])
     offset = x.offset + before * x.strides[axis]
     return View(x.source, offset, tuple(out.aval.shape), x.strides)
+
+
+def _unstacked(eqn: Any, x: View, out: Any) -> View:
+    axis, place = eqn.params["axis"], list(eqn.outvars).index(out)
+    offset = x.offset + place * x.strides[axis]
+    strides = (*x.strides[:axis], *x.strides[axis + 1 :])
+    return View(x.source, offset, tuple(out.aval.shape), strides)
 
 
 def _transposed(eqn: Any, x: View, out: Any) -> View:
@@ -104,10 +125,21 @@ def _broadcast(eqn: Any, x: View, out: Any) -> View | None:
 
 
 def _reshaped(eqn: Any, x: View, out: Any) -> View | None:
-    """Splits axes, and merges those whose elements follow each other."""
     if eqn.params.get("dimensions") is not None:
         return None
-    shape = tuple(out.aval.shape)
+    return reshaped(x, tuple(out.aval.shape))
+
+
+def reshaped(x: View, shape: tuple[int, ...]) -> View | None:
+    """Returns a view with axes split, and merged if their elements follow each other.
+
+    Args:
+        x: The view.
+        shape: A shape of as many elements.
+
+    Returns:
+        None if it is no strided view.
+    """
     old = [(d, s) for d, s in zip(x.shape, x.strides, strict=True) if d != 1]
     strides, size, stride = [], 1, 1
     for d in reversed(shape):
@@ -134,4 +166,5 @@ def _same(eqn: Any, x: View, out: Any) -> View:
 _RULES: dict[str, Callable[[Any, View, Any], View | None]] = {
     "slice": _sliced, "split": _split, "transpose": _transposed, "squeeze": _squeezed,
     "broadcast_in_dim": _broadcast, "reshape": _reshaped, "copy": _same, "name": _same,
+    "unstack": _unstacked,
 }  # fmt: skip

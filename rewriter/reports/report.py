@@ -34,8 +34,10 @@ from rewriter.reports.rows import (
 )
 from rewriter.rewrite.passes.aligned_products import Aligned
 from rewriter.rewrite.passes.checkpoint_savings import Saved
+from rewriter.rewrite.passes.erfc_in_16_bits import Shortened
 from rewriter.rewrite.passes.flops import SITES
 from rewriter.rewrite.passes.recompute import Stacks
+from rewriter.rewrite.passes.recompute_activations import Recomputed
 from rewriter.rewrite.plan import Site
 from rewriter.support.sizes import size_text
 from rewriter.support.verdict import Reason
@@ -70,6 +72,8 @@ class Report:
         stacks: Stacked bytes of loops, where they became fewer.
         kept: Values saved for checkpoints, which they do not compute again.
         offered: Further values that a larger `checkpoint_memory` would save.
+        recomputed: Activations that the backward pass computes again.
+        shortened: Functions of 16-bit numbers that take fewer operations.
         aligned: Matrix products that were padded.
 
     Example:
@@ -95,6 +99,8 @@ class Report:
     stacks: tuple[Stacks, ...] = ()
     kept: tuple[Saved, ...] = ()
     offered: tuple[Saved, ...] = ()
+    recomputed: tuple[Recomputed, ...] = ()
+    shortened: tuple[Shortened, ...] = ()
     aligned: tuple[Aligned, ...] = ()
 
     def counts(
@@ -217,6 +223,8 @@ class Report:
             "stacks": [asdict(s) for s in self.stacks],
             "kept": [asdict(k) for k in self.kept],
             "offered": [asdict(k) for k in self.offered],
+            "recomputed": [asdict(r) for r in self.recomputed],
+            "shortened": [asdict(s) for s in self.shortened],
             "aligned": [asdict(a) for a in self.aligned],
             "seconds": dict(self.seconds),
         }
@@ -316,6 +324,13 @@ def _beside_sites(report: Report, widths: tuple[int, ...]) -> Iterator[str]:
         yield f" = {_offer(report.offered)}"
     for where in dict.fromkeys(a.where for a in report.aligned):
         yield from _aligned_lines(where, report.aligned, widths)
+    for what, where in dict.fromkeys((r.what, r.where) for r in report.recomputed):
+        same = [r for r in report.recomputed if (r.what, r.where) == (what, where)]
+        yield row_text("✓", _recomputed_row(same), widths)
+    for what, where in dict.fromkeys((s.what, s.where) for s in report.shortened):
+        count = sum((s.what, s.where) == (what, where) for s in report.shortened)
+        text = "by fewer operations, exact to 16 bits"
+        yield row_text("✓", (what, f"×{count}", where, text), widths)
     for stacks in report.stacks:
         yield from _stacks_lines(stacks, widths)
 
@@ -346,6 +361,12 @@ def _aligned_lines(
     before, after = (time_text(1e6 * sum(getattr(a, n) for a in same))
                      for n in ("before", "after"))  # fmt: skip
     yield f"     estimated to take {after}, and {before} as written"
+
+
+def _recomputed_row(same: Sequence[Recomputed]) -> tuple[str, str, str, str]:
+    memory = size_text(sum(r.bytes for r in same))
+    text = f"{memory} not saved for gradients, but computed again"
+    return same[0].what, f"×{len(same)}", same[0].where, text
 
 
 def _stacks_lines(stacks: Stacks, widths: tuple[int, ...]) -> Iterator[str]:

@@ -11,7 +11,9 @@ from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
 from rewriter.rewrite.passes.aligned_products import Aligned
 from rewriter.rewrite.passes.checkpoint_savings import Saved
+from rewriter.rewrite.passes.erfc_in_16_bits import Shortened
 from rewriter.rewrite.passes.recompute import Stacks
+from rewriter.rewrite.passes.recompute_activations import Recomputed
 from rewriter.rewrite.plan import Site
 from rewriter.rewrite.replacements import Pair
 from rewriter.support.verdict import Reason
@@ -33,6 +35,8 @@ class Rewritten:
         kept: Values saved for checkpoints, which they do not compute again.
         offered: Further values that could be saved for them.
         pairs: Each kind of site as written and replaced, if the two are compared.
+        recomputed: Activations that the backward pass computes again.
+        shortened: Functions of 16-bit numbers that take fewer operations.
         aligned: Matrix products that were padded.
     """
 
@@ -46,4 +50,6 @@ class Rewritten:
     kept: tuple[Saved, ...] = ()
     offered: tuple[Saved, ...] = ()
     pairs: tuple[Pair, ...] = ()
+    recomputed: tuple[Recomputed, ...] = ()
+    shortened: tuple[Shortened, ...] = ()
     aligned: tuple[Aligned, ...] = ()

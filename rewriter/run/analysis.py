@@ -275,6 +275,8 @@ def analyze(
         stacks=rewritten.stacks,
         kept=rewritten.kept,
         offered=rewritten.offered,
+        recomputed=rewritten.recomputed,
+        shortened=rewritten.shortened,
         aligned=rewritten.aligned,
     )
     _log(report)

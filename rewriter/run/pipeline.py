@@ -111,6 +111,18 @@ PASSES = (
         "recompute", steps.recompute_stacked_values, lambda p: p.replaced, optional=True
     ),
     Pass(
+        "recompute_activations",
+        steps.recompute_saved_activations,
+        lambda p: p.replaced,
+        optional=True,
+    ),
+    Pass(
+        "erfc_in_16_bits",
+        steps.shorten_functions,
+        lambda p: p.replaced and p.config.numerics != "strict",
+        optional=True,
+    ),
+    Pass(
         "packed_operands",
         steps.pass_packed_operands,
         lambda p: p.changed,
@@ -181,6 +193,8 @@ def _rewritten(
         program.kept,
         program.offered,
         program.pairs,
+        program.recomputed,
+        program.shortened,
         program.aligned,
     )
 

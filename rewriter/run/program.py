@@ -17,7 +17,9 @@ from rewriter.program.propagation import Placement
 from rewriter.rewrite.origins import Origins
 from rewriter.rewrite.passes.aligned_products import Aligned
 from rewriter.rewrite.passes.checkpoint_savings import Saved
+from rewriter.rewrite.passes.erfc_in_16_bits import Shortened
 from rewriter.rewrite.passes.recompute import Stacks
+from rewriter.rewrite.passes.recompute_activations import Recomputed
 from rewriter.rewrite.replacements import Pair
 from rewriter.site.facts import Facts
 
@@ -48,6 +50,8 @@ class Program:
         kept: Values saved for checkpoints, which they do not compute again.
         offered: Further values that could be saved for them.
         stacks: Stacked bytes of loops, where `recompute` made them fewer.
+        recomputed: Activations that the backward pass computes again.
+        shortened: Functions of 16-bit numbers that take fewer operations.
         aligned: Matrix products that were padded.
     """
 
@@ -71,6 +75,8 @@ class Program:
     kept: tuple[Saved, ...] = ()
     offered: tuple[Saved, ...] = ()
     stacks: tuple[Stacks, ...] = ()
+    recomputed: tuple[Recomputed, ...] = ()
+    shortened: tuple[Shortened, ...] = ()
     aligned: tuple[Aligned, ...] = ()
 
     @property

@@ -28,11 +28,14 @@ from rewriter.rewrite.not_placed import NotPlaced
 from rewriter.rewrite.passes.aligned_products import align
 from rewriter.rewrite.passes.checkpoint_policies import keep_policies
 from rewriter.rewrite.passes.checkpoint_savings import save, unspent
+from rewriter.rewrite.passes.erfc_in_16_bits import shorten_erfc
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
 from rewriter.rewrite.passes.gradients_with_results import compute_together
+from rewriter.rewrite.passes.joined_gradients import join_gradients
 from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.packed_operands import use_packed_operands
 from rewriter.rewrite.passes.recompute import recompute_stacked
+from rewriter.rewrite.passes.recompute_activations import recompute_activations
 from rewriter.rewrite.replacements import pairs_of
 from rewriter.rewrite.unfold import TurnsDiffer, unfold
 from rewriter.run.program import Program
@@ -237,8 +240,12 @@ def pass_transposed_operands(program: Program) -> Program:
 
 
 def pass_packed_operands(program: Program) -> Program:
-    """Passes operands that are parts of one array to kernels without a copy."""
-    return replace(program, closed_jaxpr=use_packed_operands(program.closed_jaxpr))
+    """Passes operands that are parts of one array to kernels without a copy.
+
+    Gradients that are put together into one array are written into it likewise.
+    """
+    read = use_packed_operands(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=join_gradients(read))
 
 
 def keep_checkpoint_policies(program: Program) -> Program:
@@ -250,6 +257,20 @@ def recompute_stacked_values(program: Program) -> Program:
     """Computes cheap values again instead of stacking them for gradients."""
     closed_jaxpr, stacks = recompute_stacked(program.closed_jaxpr)
     return replace(program, closed_jaxpr=closed_jaxpr, stacks=stacks)
+
+
+def recompute_saved_activations(program: Program) -> Program:
+    """Computes activations again instead of saving what their gradients read."""
+    device = target_of(program.config)
+    closed_jaxpr, found = recompute_activations(program.closed_jaxpr, device)
+    return replace(program, closed_jaxpr=closed_jaxpr, recomputed=found)
+
+
+def shorten_functions(program: Program) -> Program:
+    """Computes functions of 16-bit numbers by fewer operations."""
+    device = target_of(program.config)
+    closed_jaxpr, found = shorten_erfc(program.closed_jaxpr, device)
+    return replace(program, closed_jaxpr=closed_jaxpr, shortened=found)
 
 
 def align_products(program: Program) -> Program:

@@ -13,8 +13,9 @@ import jax
 from rewriter.site import site
 from rewriter.support.dtypes import is_inexact
 
-Composed = Callable[..., Callable[..., Sequence[Any]]]
-"""``composed(**params)`` gives a function of an equation's arguments."""
+Composed = Callable[..., Callable[..., Any]]
+"""``composed(**params)`` gives a function of an equation's arguments, which returns one
+array, or a list for several."""
 
 
 def batch_rule(composed: Composed) -> Callable[..., Any]:
@@ -22,7 +23,7 @@ def batch_rule(composed: Composed) -> Callable[..., Any]:
 
     def rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         outs = jax.vmap(composed(**params), in_axes=tuple(dims))(*args)
-        return outs, [0] * len(outs)
+        return outs, jax.tree.map(lambda _: 0, outs)
 
     return rule
 
@@ -37,7 +38,7 @@ def jvp_rule(composed: Composed) -> Callable[..., Any]:
             if is_inexact(primals[i]) and not site.is_zero(t)
         ]
 
-        def of(*chosen: Any) -> Sequence[Any]:
+        def of(*chosen: Any) -> Any:
             full = list(primals)
             for i, value in zip(moving, chosen, strict=True):
                 full[i] = value

@@ -59,20 +59,27 @@ def forward(
         else:
             with_residuals = residuals and bool(own)
             outs = _kernel_forward(use, kernel, batch, with_residuals)(*args)
-            outs = _run_once(kernel, outs) if residuals else outs
+            outs = run_once(kernel, outs) if residuals else outs
         sizes = tuple(level_sizes([shaped(a) for a in args], batch))
-        return [outs[0], *_in_slots(slots, own, outs[1:], sizes)]
+        return [outs[0], *in_slots(slots, own, outs[1:], sizes)]
 
     return run
 
 
-def _in_slots(
+def in_slots(
     slots: Sequence[Sequence[Shaped]],
     own: Sequence[Shaped],
     saved: Sequence[jax.Array],
     sizes: tuple[Any, ...] = (),
 ) -> list[jax.Array]:
-    """One kernel's residuals, with zeros in the slots of other kernels."""
+    """Returns a kernel's residuals, with zeros in the slots of other kernels.
+
+    Args:
+        slots: The residuals of each kernel, as shapes and dtypes.
+        own: Those of this kernel.
+        saved: Its residuals.
+        sizes: The sizes of levels, which zeros have in front.
+    """
     every: list[jax.Array] = []
     for slot in slots:
         zeros = [jnp.zeros(sizes + s, d) for s, d in slot]
@@ -108,56 +115,14 @@ def forward_of_sum(
             use, kernel, residuals and bool(own), addend, *operands
         )
         if residuals:
-            out, total, *saved = _run_once(kernel, [out, total, *saved])
-        return [out, *_in_slots(slots, own, saved), total]
+            out, total, *saved = run_once(kernel, [out, total, *saved])
+        return [out, *in_slots(slots, own, saved), total]
 
     return run
 
 
-def forward_of_parts(
-    use: Use, kernel: Kernel | None, residuals: bool, parts: Sequence[Any]
-) -> Callable[..., list[jax.Array]]:
-    """Returns the op of operands that are parts of arrays as a function.
-
-    Args:
-        use: The use of the op.
-        kernel: As for `forward`; a kernel that does not `packs` reads the operands.
-        residuals: As for `forward`.
-        parts: Of which array each such operand is a part, and its heads.
-
-    Returns:
-        A function of the operands and the arrays giving what `forward`'s gives.
-    """
-    n = len(use.names)
-
-    def run(*args: jax.Array) -> list[jax.Array]:
-        operands, arrays = args[:n], args[n:]
-        inner = [shaped(x) for x in operands]
-        own = accepted(use, kernel, inner)
-        packed = _packed(kernel, parts, arrays)
-        if kernel is None or own is None or not packed:
-            return forward(use, kernel, (), residuals)(*operands)
-        slots = residual_slots(use, inner) if residuals else ()
-        out, saved = call_forward(
-            use, kernel, residuals and bool(own), *operands, packed=packed
-        )
-        outs = [out, *saved]
-        outs = _run_once(kernel, outs) if residuals else outs
-        return [outs[0], *_in_slots(slots, own, outs[1:])]
-
-    return run
-
-
-def _packed(
-    kernel: Kernel | None, parts: Sequence[Any], arrays: Sequence[jax.Array]
-) -> dict[str, Any]:
-    """The arrays and heads of the operands that a kernel reads from arrays."""
-    packs = () if kernel is None else kernel.traits.packs
-    return {name: (arrays[at], heads) for name, at, heads in parts if name in packs}
-
-
-def _run_once(kernel: Kernel, outs: Sequence[jax.Array]) -> list[jax.Array]:
-    """A kernel's results, protected from running twice in a loop.
+def run_once(kernel: Kernel, outs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns a kernel's results, protected from running twice in a loop.
 
     A loop may stack a result for gradients and also read it. XLA's dynamic slice fusion
     for GPUs would then fuse the kernel into the stacking, and keep it for the readers
@@ -265,7 +230,7 @@ def backward(
         if kernel is None or kernel.backward is None or own is None:
             masks = [mask[:n] + mask[-1:] for mask in batch]
             return _reference_backward(use, wrt, masks, summed)(*args[:n], args[-1])
-        keep = _read_by(use, inner, own, len(args))
+        keep = read_by(use, inner, own, len(args))
         masks = [tuple(mask[i] for i in keep) for mask in batch]
         call = _kernel_backward(use, kernel, wrt, masks, summed)
         return call(*(args[i] for i in keep))
@@ -273,10 +238,17 @@ def backward(
     return run
 
 
-def _read_by(
+def read_by(
     use: Use, inner: Sequence[Shaped], own: Sequence[Shaped], count: int
 ) -> list[int]:
-    """Which arguments of a backward one kernel reads: no residuals of others."""
+    """Returns which arguments of a backward one kernel reads: no residuals of others.
+
+    Args:
+        use: The use of the op.
+        inner: The operands' shapes and dtypes, without levels.
+        own: Those of the kernel's residuals.
+        count: The number of arguments.
+    """
     before = len(use.names) + int(use.keeps_out)
     first = before
     for slot in residual_slots(use, inner):
@@ -311,39 +283,10 @@ def backward_to_sum(
             grads = backward(use, kernel, wrt, (), ())(*operands)
             grads[at] = grads[at] + addend
             return grads
-        keep = _read_by(use, inner, own, len(operands))
+        keep = read_by(use, inner, own, len(operands))
         return call_backward(
             use, kernel, wrt, *(operands[i] for i in keep), addend=addend
         )
-
-    return run
-
-
-def backward_of_parts(
-    use: Use, kernel: Kernel | None, wrt: tuple[str, ...], parts: Sequence[Any]
-) -> Callable[..., list[jax.Array]]:
-    """Returns the cotangents as a function of operands that are parts of arrays.
-
-    Args:
-        use: The use of the op.
-        kernel: As for `backward`; a kernel that does not `packs` reads the operands.
-        wrt: As for `backward`.
-        parts: As for `forward_of_parts`.
-
-    Returns:
-        A function of `backward`'s arguments and the arrays.
-    """
-    n, count = len(use.names), 1 + max(at for _, at, _ in parts)
-
-    def run(*args: jax.Array) -> list[jax.Array]:
-        given, arrays = args[:-count], args[-count:]
-        inner = [shaped(x) for x in given[:n]]
-        own = accepted(use, kernel, inner)
-        packed = _packed(kernel, parts, arrays)
-        if kernel is None or kernel.backward is None or own is None or not packed:
-            return backward(use, kernel, wrt, (), ())(*given)
-        keep = _read_by(use, inner, own, len(given))
-        return call_backward(use, kernel, wrt, *(given[i] for i in keep), packed=packed)
 
     return run
 

@@ -210,7 +210,8 @@ def call_backward(
         *args: The operands, the residuals, and the cotangent.
         **more: What else the kernel takes by its traits. Under the name ``addend`` it
             is an array to add to the gradient of the operand that the kernel `adds_to`.
-            The kernel must then compute that gradient.
+            The kernel must then compute that gradient. With ``joined`` the array of
+            those cotangents is the last result, in place of theirs.
     """
     n = len(use.names)
     named = dict(zip(use.names, args[:n], strict=True))
@@ -226,6 +227,10 @@ def call_backward(
             **named, out=out, residuals=tuple(saved), cotangent=args[-1],
             **dict(use.params), **more,
         )  # fmt: skip
+    last: list[jax.Array] = []
+    if "joined" in more:
+        last = [_joined(kernel, cotangents["joined"], more["joined"], named)]
+        wrt = tuple(w for w in wrt if w not in more["joined"])
     absent = tuple(w for w in wrt if cotangents.get(w) is None)
     if "addend" in more and kernel.traits.adds_to in absent:
         raise errors.KernelError(
@@ -241,7 +246,19 @@ def call_backward(
         if name not in absent and shaped(cotangents[name]) != shaped(named[name]):
             did = f"returned as the gradient of {name}"
             raise _wrong(kernel, did, cotangents[name], shaped(named[name]))
-    return [rest[w] if w in absent else cotangents[w] for w in wrt]
+    return [*(rest[w] if w in absent else cotangents[w] for w in wrt), *last]
+
+
+def _joined(
+    kernel: Kernel, got: Any, places: Mapping[str, Any], named: Mapping[str, Any]
+) -> Any:
+    """The array of joined cotangents, of the shape that the operands say."""
+    name, at = next(iter(places.items()))
+    (b, t, _, h), dtype = shaped(named[name])
+    want = (b, t, at.all, h), dtype
+    if shaped(got) != want:
+        raise _wrong(kernel, "returned as joined gradients", got, want)
+    return got
 
 
 def call_together(

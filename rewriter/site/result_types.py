@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewriter import _jax
@@ -66,3 +66,22 @@ def backward_aval(
         kept = [n for n, sums in zip(sizes, summed, strict=True) if not sums[i]]
         results.append(((*kept, *shape), dtype))
     return _avals(results, avals)
+
+
+def joined_avals(
+    grads: Mapping[str, Any], joined: Sequence[tuple[str, Any]]
+) -> list[Any]:
+    """The types of cotangents, some of them as one array behind the others.
+
+    Args:
+        grads: Those of separate cotangents by name.
+        joined: The heads of some in the array, which are all of it.
+    """
+    places = dict(joined)
+    rest = [x for name, x in grads.items() if name not in places]
+    if not joined:
+        return rest
+    name, at = joined[0]
+    b, t, _, h = grads[name].shape
+    shape = (b, t, at.all, h)
+    return [*rest, *_avals([(shape, grads[name].dtype)], list(grads.values()))]

@@ -1,6 +1,6 @@
 """Training steps and inference of public models, unmodified: as written and rewritten.
 
-  python3 -m tests.bench.models [--only NAMES] [--small] [--seconds N] [--json PATH]
+  python3 -m tests.bench.models [--only NAMES] [--passes step] [--small] [--json PATH]
 
 Hugging Face's flax models of their usual sizes, with drawn weights in bfloat16. A step
 is the loss, its gradients and an update by `optax.adamw`. Programs are compiled first,
@@ -27,7 +27,7 @@ import statistics
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,8 +45,10 @@ from tests.bench import passes, record
 
 PEAK = {"H100": 989e12, "H200": 989e12}
 """Operations in bfloat16 a second, by the vendor's data sheets."""
-IN_A_ROW = 4
-"""Calls that follow each other without waiting, as in a training loop."""
+IN_A_ROW = 10
+"""Calls that follow each other without waiting, as in a training loop. The host then
+prepares a call while the device runs the one before."""
+PASSES = ("inference", "step")
 SHOWN = 8
 """How many kernels of a profile are kept."""
 
@@ -260,8 +262,10 @@ class Prepared:
     batch: Batch
 
 
-def prepared(model: Model, small: bool, pool: ThreadPoolExecutor) -> Prepared:
-    """Traces and lowers a model's passes, and has them compiled."""
+def prepared(
+    model: Model, small: bool, pool: ThreadPoolExecutor, only: Sequence[str] = PASSES
+) -> Prepared:
+    """Traces and lowers some of a model's passes, and has them compiled."""
     config = getattr(transformers, f"{model.family}Config")(
         **(model.small if small else model.sizes)
     )
@@ -295,7 +299,8 @@ def prepared(model: Model, small: bool, pool: ThreadPoolExecutor) -> Prepared:
         "step": (step, (weights, state, given)),
     }
     programs, reports, seconds = {}, {}, {}
-    for what, (fn, args) in functions.items():
+    for what in only:
+        fn, args = functions[what]
         fast = rewriter.optimize(fn)
         for name, jitted in (("written", jax.jit(fn)), ("rewritten", fast)):
             start = time.perf_counter()
@@ -392,6 +397,7 @@ def main() -> None:
     """Measures every model that there is time for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="parts of names, by commas")
+    parser.add_argument("--passes", default=",".join(PASSES), help="by commas")
     parser.add_argument("--small", action="store_true", help="to try it on a CPU")
     parser.add_argument("--seconds", type=float, default=1e9, help="to prepare models")
     parser.add_argument("--repeats", type=int, default=10)
@@ -399,7 +405,7 @@ def main() -> None:
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     start = time.perf_counter()
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) * 3 // 4)) as pool:
         models = []
         for model in MODELS:
             if not any(part in model.name for part in given.only.split(",")):
@@ -408,7 +414,8 @@ def main() -> None:
                 print(f"no time for {model.name}", flush=True)
                 continue
             try:
-                models.append(prepared(model, given.small, pool))
+                chosen = given.passes.split(",")
+                models.append(prepared(model, given.small, pool, chosen))
                 print(f"lowered {model.name}", flush=True)
             except Exception:
                 traceback.print_exc()

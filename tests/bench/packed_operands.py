@@ -1,10 +1,12 @@
 """Attention whose queries, keys and values are parts of one product, on a Hopper GPU.
 
-  python3 -m tests.bench.packed_operands [--small] [--json PATH]
+  python3 -m tests.bench.packed_operands [--small] [--only NAMES] [--passes PASSES]
+      [--json PATH]
 
-Each program is a product and causal attention of its parts, forward or with gradients.
-It is rewritten twice: with operands read where they lie in the product, and without the
-pass `packed_operands`, where XLA copies each of them. Both must give the same bits.
+Each program is a product and causal attention of its parts: forward, with gradients in
+the program that is rewritten, or with the derivative of the rewritten program. It is
+rewritten twice: with operands and gradients where they lie in the product, and without
+the pass `packed_operands`, where XLA copies each of them. Both must give the same bits.
 Figures are microseconds of all kernels by CUPTI (medians; wall-clock time without it),
 and KiB of XLA's temporary memory.
 """
@@ -12,6 +14,7 @@ and KiB of XLA's temporary memory.
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import statistics
 import time
@@ -56,7 +59,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def programs(name: str, shape: tuple[int, ...]) -> tuple[dict[str, Program], Any]:
-    """The programs of a shape, and their arguments."""
+    """The programs of a shape, each made of a way to rewrite, and their arguments."""
     b, t, n, m, h = shape
     every = n + 2 * m
 
@@ -67,14 +70,22 @@ def programs(name: str, shape: tuple[int, ...]) -> tuple[dict[str, Program], Any
             parts = jnp.split((x @ w).reshape(b, t, every, h), [n, n + m], 2)
         return attention(*parts)
 
-    def gradients(x: jax.Array, w: jax.Array) -> Any:
-        out, back = jax.vjp(forward, x, w)
-        return out, back(jnp.cos(out))
+    def both(fn: Program) -> Program:
+        def run(x: jax.Array, w: jax.Array) -> Any:
+            out, back = jax.vjp(fn, x, w)
+            return out, back(jnp.cos(out))
+
+        return run
 
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (b, t, MODEL), jnp.bfloat16)
     w = jax.random.normal(keys[1], (MODEL, every * h)) / MODEL**0.5
-    return {"forward": forward, "gradients": gradients}, (x, w.astype(jnp.bfloat16))
+    made = {
+        "forward": lambda rewritten: rewritten(forward),
+        "gradients": lambda rewritten: rewritten(both(forward)),
+        "derivative": lambda rewritten: jax.jit(both(rewritten(forward))),
+    }
+    return made, (x, w.astype(jnp.bfloat16))
 
 
 def measured(program: Any, args: Any) -> tuple[dict[str, float], list[np.ndarray]]:
@@ -98,18 +109,23 @@ def main() -> None:
     """Measures every program both ways."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="to try it on a CPU")
+    parser.add_argument("--only", default="", help="names of shapes, with commas")
+    parser.add_argument("--passes", default="forward,gradients,derivative")
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
-    rows = []
-    for name, shape in (SMALL if given.small else SHAPES).items():
+    rows, shapes = [], SMALL if given.small else SHAPES
+    for name in given.only.split(",") if given.only else shapes:
+        shape = shapes[name]
         of_shape, args = programs(name, shape)
-        for passes, fn in of_shape.items():
+        for passes in given.passes.split(","):
             row: dict[str, Any] = {"program": name, "shape": shape, "passes": passes}
             results = []
             for way, disabled in WAYS.items():
-                fast = rewriter.optimize(
-                    fn, implementation={"attention": "hopper"}, disable=disabled
-                )
+                rewritten = functools.partial(
+                    rewriter.optimize, implementation={"attention": "hopper"},
+                    disable=disabled,
+                )  # fmt: skip
+                fast = of_shape[passes](rewritten)
                 row[way], out = measured(fast.lower(*args).compile(), args)
                 results.append(out)
             row["same bits"] = all(map(np.array_equal, *results))

@@ -385,6 +385,36 @@ def test_refs_beside_sites(jit: Any) -> None:
         np.testing.assert_allclose(held[name][...], want[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_refs_of_a_loop_with_a_differentiated_site(placed: bool) -> None:
+    def loss(x: Any, turns: Any, sums: Any) -> Any:
+        def turn(y: Any, _: Any) -> Any:
+            turns[...] += 1
+            sums[...] += jax.lax.stop_gradient(y.sum(-1))
+            norm = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)
+            return y + norm * norm.sum(), None
+
+        return jax.lax.scan(turn, x, None, length=3)[0].sum()
+
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    mesh = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Explicit,))
+    if placed:
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("rows")))
+    options = {"implementation": FORCED, "strict": True}
+    found = []
+    for jit in (jax.jit, lambda f: rewriter.optimize(f, **options)):
+        refs = jax.new_ref(jnp.zeros((), int)), jax.new_ref(jnp.zeros(4))
+        fast = jit(jax.grad(loss))
+        fast(x, *refs)
+        found.append((fast(2 * x, *refs), *(ref[...] for ref in refs)))
+    (site,) = fast.report(x, *refs).sites
+    assert site.kernel == "memory_bounded"
+    assert site.backward
+    for want, got in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+    assert found[1][1] == 6
+
+
 # --------------------------------------------------------------------- metadata
 @both
 def test_metadata(jit: Any) -> None:

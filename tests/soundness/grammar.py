@@ -10,6 +10,7 @@ from tests.soundness import (
     lookups,
     losses,
     norms,
+    packed,
     quantized,
     ragged,
     units,
@@ -26,6 +27,7 @@ KINDS: dict[str, Callable[[int], Program]] = {
     "lookup": lookups.program,
     "score": functions.program,
     "quantized": quantized.program,
+    "packed": packed.program,
 }
 TURNS = ("mask", "operand", "mask", "norm", "mask", "operand", "norm", "unit", "ragged")
 """Kinds as they take turns; masks have most to go wrong. The others are asked for."""

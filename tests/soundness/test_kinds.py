@@ -425,6 +425,11 @@ UNSHIFTED: dict[str, Program] = {
     "less a number": lambda s: shares(jnp.exp(s - 7)),
     "less the mean": lambda s: shares(jnp.exp(s - s.mean(-1, keepdims=True))),
     "by a logarithm": lambda s: jnp.exp(s - jnp.log(jnp.exp(s).sum(-1, keepdims=True))),
+    "less the maximum of all": lambda s: shares(jnp.exp(s - s.max())),
+    "stopped": lambda s: shares(jnp.exp(s - lax.stop_gradient(s.max()))),
+    "of a head": lambda s: shares(jnp.exp(s - s.max((2, 3), keepdims=True))),
+    "of a key": lambda s: shares(jnp.exp(s - s.max(2, keepdims=True))),
+    "of all sums": lambda s: shares(jnp.exp(s - jax.nn.logsumexp(s))),
     "stable": lambda s: jax.nn.softmax(s),
     "stable logarithm": lambda s: jnp.exp(jax.nn.log_softmax(s)),
 }

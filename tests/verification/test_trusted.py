@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import rewriter
-from rewriter.rewrite.rewritten import Rewritten
 from rewriter.verification.judge import judged
 from rewriter.verification.probes import draws, with_numbers
+from tests.support.swapped import swapped
 
 pytestmark = pytest.mark.once
-engine = importlib.import_module("rewriter.run.analysis")
 
 rng = np.random.default_rng(0)
 B, T, D, V = 2, 8, 16, 32
@@ -77,16 +74,6 @@ def test_a_right_loss_is_never_off(name):
     result = rewriter.verify(LOSSES[name], implementation=FORCED)(X, W, SCALE, LABELS)
     assert any(s.replaced for s in result.report.sites)
     assert result.ok, str(result)
-
-
-def swapped(monkeypatch, other):
-    """Has the rewriter put another function in the program's place."""
-
-    def rewrite(closed, *rest):
-        del rest
-        return Rewritten(jax.make_jaxpr(other)(*closed.in_avals))
-
-    monkeypatch.setattr(engine, "rewrite", rewrite)
 
 
 def sums(x):

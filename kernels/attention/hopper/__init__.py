@@ -48,6 +48,7 @@ from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.joined import join
 from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
     from jax import Array
 
-    from rewriter.ops.kernel import Spec
+    from rewriter.ops.kernel import Heads, Spec
 
 OPERANDS = frozenset(
     {
@@ -151,22 +152,34 @@ def backward(**given: Any) -> dict[str, Array]:
     cotangent of a bias without `BackwardTiles.tables`. Compilers drop unused gradients.
     """
     given.pop(PARAM, None)  # gradients are rounded to 16 bits
+    joined = given.pop("joined", {})
     whole = _with_widths(given, ("q", "k", "v", "out", "cotangent"))
     given.pop("packed", None)
     sizes = [filled_backward(whole[name].shape[3]) for name in "qv"]
     extra = extra_of(flat(given))
     config = given.pop("config", None) or first_fitting_backward(*sizes, extra)
     if config is None or not fits_backward_widths(config, *sizes, extra).ok:
-        return xla.backward(**flat(given))
+        return _joined(xla.backward(**flat(given)), joined)
     from rewriter.kernels.attention.hopper import backward_kernel
 
+    if joined and all(whole[name] is given[name] for name in "qkv"):
+        whole["joined"] = joined
     grads = backward_kernel.backward(**whole | {"config": config})
-    grads |= {name: grads[name][..., : given[name].shape[3]] for name in "qkv"}
+    own = grads.keys() & set("qkv")
+    grads |= {name: grads[name][..., : given[name].shape[3]] for name in own}
     left = {"bias", "alibi"} & given.keys() - grads.keys()
     if left:
         others = xla.backward(**given)
         grads |= {name: others[name] for name in left}
-    return grads
+    return grads if "joined" in grads else _joined(grads, joined)
+
+
+def _joined(grads: dict[str, Array], joined: Mapping[str, Heads]) -> dict[str, Array]:
+    """Returns cotangents with some of them put together, as `Traits.joins` says."""
+    if not joined:
+        return grads
+    rest = {name: x for name, x in grads.items() if name not in joined}
+    return rest | {"joined": join(grads, joined)}
 
 
 def flat(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,5 +216,6 @@ KERNEL = by_entry(
         Space(BackwardTiles, backward_default, backward_configs, fits_backward),
         deterministic=deterministic, saves_out=True, merges=True,
         swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)), packs=("q", "k", "v"),
+        joins=("q", "k", "v"),
     )
 )  # fmt: skip

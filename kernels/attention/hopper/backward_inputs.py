@@ -13,8 +13,9 @@ from jax import lax
 
 from rewriter.kernels.attention.empty_rows import ZERO
 from rewriter.kernels.attention.hopper import block_masks
+from rewriter.kernels.attention.hopper.averaged_rows import delta_of
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
-from rewriter.kernels.attention.hopper.backward_tiles import Problem
+from rewriter.kernels.attention.hopper.backward_problem import Problem
 from rewriter.kernels.attention.hopper.config import filled_backward
 from rewriter.kernels.attention.hopper.forward_kernel import row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E
@@ -103,8 +104,8 @@ def _of_rows(
     if terms.unbounded:
         lse, rest = _split(use, lse)
     rows = {
-        "lse": _padded(jnp.where(empty, jnp.inf, lse * unit), config, jnp.inf),
-        "delta": _padded(jnp.where(empty, 0.0, delta), config, 0.0),
+        "lse": _padded(jnp.where(empty, jnp.inf, lse * unit), config, LARGEST),
+        "delta": _padded(delta_of(use, empty, delta), config, 0.0),
     }
     if rest is not None:
         rows["rest"] = _padded(rest * LOG2E, config, 0.0)
@@ -155,6 +156,11 @@ def without_reach(side: Side) -> dict[str, Any]:
 LARGE = 1000.0
 """Larger log-sum-exps do not show the number of keys in a row: that of 4096 scores of
 -1e9 is -1e9 itself in float32."""
+
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
+"""For rows of padding: it makes weights 0, and is not infinite as in rows without
+keys."""
 
 
 def _split(use: Use, lse: Array) -> tuple[Array, Array]:

@@ -20,6 +20,7 @@ No sums meet in memory: results are the same in every run. Source: Dao,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,13 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty_rows import (
-    NAN,
-    PASSES,
-    ZERO,
-    complete_if_any_empty,
-)
+from rewriter.kernels.attention.empty_rows import complete_if_any_empty
 from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.averaged_rows import (
+    Averages,
+    averages_of,
+    spans_of,
+)
 from rewriter.kernels.attention.hopper.backward_config import (
     SUMS_STAGES,
     TABLE_BLOCK,
@@ -60,10 +61,10 @@ from rewriter.kernels.attention.hopper.backward_of_tables import (
     TableProblem,
     splits,
 )
-from rewriter.kernels.attention.hopper.backward_tiles import Problem
 from rewriter.kernels.attention.hopper.config import EDGE
 from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.use import Use
+from rewriter.kernels.shared import work_stealing
 from rewriter.kernels.shared.hopper import PROCESSORS
 
 if TYPE_CHECKING:
@@ -105,32 +106,74 @@ def backward(
         grads |= {} if made is None else {"bias": made[..., :t, :s].astype(dtype)}
     grads |= _of_rows(use, lse, x)
     grads |= _of_sums(use, x, config)
-    given_back = use.empty_rows not in ZERO or use.empty_rows in PASSES
-    if not (given_back and x.of_queries.problem.mask.may_be_empty):
+    averages = averages_of(use, x.of_queries.problem.mask.may_be_empty)
+    others = {n: grads[n] for n in ("bias", "alibi") if n in grads}
+    if averages is None or not averages.passes or not others:
         return grads
     completed = lambda given: _with_empty_rows(given, use, out, lse, cotangent)
-    return complete_if_any_empty(x.empty, grads, completed)
+    return grads | complete_if_any_empty(x.empty, others, completed)
 
 
 def _of_qkv(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
-    """The cotangents of q, k and v, without those of rows without keys."""
+    """The cotangents of q, k and v, with the share of rows without keys."""
     (b, t, n, h), wide = use.q.shape, x.of_keys.problem.h
-    of_keys = x.of_keys
-    like = lambda *names: [_type_of(getattr(use, name)) for name in names]
+    averages = averages_of(use, x.of_queries.problem.mask.may_be_empty)
+    of_keys = _averaging(x.of_keys, averages, x.empty)
+    of = lambda *names: {f"d{name}": _type_of(getattr(use, name)) for name in names}
     if config.fused:
         total = jax.new_ref(jnp.zeros((b, -(-t // EDGE) * EDGE, n, wide), jnp.float32))
-        both = of_keys.arrays | {"dq": total}
-        dk, dv = _call(Fused, of_keys.problem, both, like("k", "v"))
+        dk, dv = _call(Fused, of_keys, of("k", "v"), dq=total)
         dq = (total[...][:, :t, :, :h] * use.scale).astype(use.q.dtype)
-        if x.of_queries.problem.mask.may_be_empty:
+        passes = averages is not None and averages.passes
+        if x.of_queries.problem.mask.may_be_empty and not passes:
             # Ignores values added to rows without keys.
             dq = jnp.where(x.empty.swapaxes(1, 2)[..., None], 0, dq)
-    else:
-        kind = Divided if config.divided else OfKeys
-        dk, dv = _call(kind, of_keys.problem, of_keys.arrays, like("k", "v"))
-        of_queries = x.of_queries
-        (dq,) = _call(OfQueries, of_queries.problem, of_queries.arrays, like("q"))
+        return {"q": dq, "k": dk, "v": dv}
+    kind = Divided if config.divided else OfKeys
+    passing = averages if averages is not None and averages.passes else None
+    of_queries = _averaging(x.of_queries, passing, x.empty)
+    if use.joined and ("q" not in use.joined or work_stealing.AVAILABLE):
+        return _joined(use, kind, of_keys, of_queries)
+    dk, dv = _call(kind, of_keys, of("k", "v"))
+    (dq,) = _call(OfQueries, of_queries, of("q"))
     return {"q": dq, "k": dk, "v": dv}
+
+
+def _joined(
+    use: Use, kind: type[OfKeys], of_keys: Side, of_queries: Side
+) -> dict[str, Array]:
+    """The cotangents, with those of `Use.joined` as one array by that name.
+
+    The kernel for dk and dv makes the array, and that for dq writes into it too.
+    """
+    places = tuple(sorted(use.joined.items()))
+    of_keys, of_queries = (
+        replace(side, problem=replace(side.problem, joined=places))
+        for side in (of_keys, of_queries)
+    )
+    name, at = places[-1]  # k or v
+    b, t, _, h = getattr(use, name).shape
+    out = {"joined": jax.ShapeDtypeStruct((b, t, at.all, h), use.q.dtype)}
+    apart = [n for n in "kv" if n not in use.joined]
+    out |= {f"d{n}": _type_of(getattr(use, n)) for n in apart}
+    whole, *rest = _call(kind, of_keys, out)
+    grads = dict(zip(apart, rest, strict=True))
+    if "q" not in use.joined:
+        (grads["q"],) = _call(OfQueries, of_queries, {"dq": _type_of(use.q)})
+        return grads | {"joined": whole}
+    reference = jax.new_ref(whole)
+    _call(OfQueries, of_queries, {}, joined=reference)
+    return grads | {"joined": reference[...]}
+
+
+def _averaging(side: Side, averages: Averages | None, empty: Array) -> Side:
+    """Returns the inputs of a kernel that adds the share of rows without keys."""
+    if averages is None:
+        return side
+    problem = replace(side.problem, averages=averages)
+    return replace(
+        side, problem=problem, arrays=side.arrays | {"spans": spans_of(empty)}
+    )
 
 
 def _type_of(x: Array) -> jax.ShapeDtypeStruct:
@@ -170,12 +213,8 @@ def _of_sums(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
 def _with_empty_rows(
     grads: dict[str, Array], use: Use, out: Array, lse: Array, cotangent: Array
 ) -> dict[str, Array]:
-    """The cotangents with the share of rows without keys: in v, and through scores."""
+    """The cotangents of scores' addends, with the share of rows without keys."""
     use = use.unpacked()
-    dv = _values_of_empty_rows(grads["v"], lse == -jnp.inf, cotangent, use.empty_rows)
-    grads = grads | {"v": dv}
-    if use.empty_rows not in PASSES or use.sinks is not None:
-        return grads
     params = {
         "scale": use.scale, "window": use.window, "shift": use.shift,
         "softcap": use.softcap, "empty_rows": use.empty_rows,
@@ -215,9 +254,9 @@ def _sums(
         p, heads=n, group=1, shared=p.group * p.shared, block=block,
         stages=SUMS_STAGES, values=SUMS_STAGES, divided=False,
     )  # fmt: skip
-    named = with_reach(replace(side, problem=whole, arrays=without_reach(side))).arrays
+    single = with_reach(replace(side, problem=whole, arrays=without_reach(side)))
     size = (p.b, n, -(-p.mask.t // whole.rows) * whole.rows)
-    (made,) = _call(kind, whole, named, [jax.ShapeDtypeStruct(size, jnp.float32)])
+    (made,) = _call(kind, single, {"sums": jax.ShapeDtypeStruct(size, jnp.float32)})
     return made[:, :, : p.mask.t]
 
 
@@ -238,39 +277,30 @@ def _of_tables(
     dtype = "float32" if parts > 1 else str(table.dtype)
     whole = replace(whole, splits=parts, dtype=dtype)
     size = (table.shape[0] * table.shape[1] * parts, *table.shape[2:])
-    (made,) = _call(OfTables, whole, named, [jax.ShapeDtypeStruct(size, dtype)])
+    whole_side = replace(side, problem=whole, arrays=named)
+    (made,) = _call(OfTables, whole_side, {"dbias": jax.ShapeDtypeStruct(size, dtype)})
     made = made.reshape(*table.shape[:2], parts, *table.shape[2:])
     return made.sum(2) if parts > 1 else made[:, :, 0]
 
 
-def _values_of_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Array:
-    """Returns dv with the share of rows without keys: NaN, or that of their mean."""
-    if empty_rows in ZERO:
-        return dv
-    (b, s, heads, e), n = dv.shape, empty.shape[1]
-    if empty_rows in NAN:
-        bad = empty.reshape(b, heads, -1).any(-1)[:, None, :, None]
-        return jnp.where(bad, jnp.nan, dv)
-    rows = jnp.where(empty.swapaxes(1, 2)[..., None], up.astype(jnp.float32), 0)
-    share = (rows.sum(1) / s).reshape(b, 1, heads, n // heads, e).sum(3)
-    return (dv.astype(jnp.float32) + share).astype(dv.dtype)
+def _call(kind: Any, side: Side, out: Mapping[str, Any], **changed: Any) -> Any:
+    """Runs one of the kernels; returns its results.
 
-
-def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any) -> Any:
-    """Runs one of the kernels on arrays by name; returns its results, of types `out`.
-
-    A "dq" among the arrays is a reference to memory that is added to.
+    Args:
+        kind: The kernel.
+        side: Its inputs.
+        out: The types of its results by name.
+        **changed: References to memory that it changes.
     """
-    q, dq = named["q"], named.pop("dq", None)
-    named = named | pallas.assigned_tiles(p.order)
-    if dq is not None:
-        named["dq"] = dq
-    scratch = kind.scratch(p, q.dtype)
+    p = side.problem
+    named = side.arrays | pallas.assigned_tiles(p.order) | changed
+    scratch = kind.scratch(p, named["q"].dtype)
 
     def body(*references: Any, **memory: Any) -> None:
-        given = dict(zip((*named, *kind.outputs), references, strict=True))
+        given = dict(zip((*named, *out), references, strict=True))
         kind(p, given, memory).run()
 
+    types = list(out.values())
     return pallas.kernel(
-        body, kind.name, out, scratch, p.order.blocks, p.warpgroups + 1
+        body, kind.name, types, scratch, p.order.blocks, p.warpgroups + 1
     )(*named.values())

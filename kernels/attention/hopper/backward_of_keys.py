@@ -9,9 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import pallas, panels
+from rewriter.kernels.attention.hopper import averaged_rows, pallas, panels
 from rewriter.kernels.attention.hopper.backward_config import CHANGES, WEIGHTS
-from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
+from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
+from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Tile
 
 if TYPE_CHECKING:
     from jax import Array
@@ -22,7 +23,6 @@ class OfKeys(Kernel):
 
     name = "attention_dk_dv"
     fixed, passing = ("k", "v"), ("q", "g")
-    outputs = ("dk", "dv")
     sign = -1
 
     @classmethod
@@ -76,11 +76,24 @@ class OfKeys(Kernel):
         hidden = line if x.ndim == 1 else pallas.along(line, x.shape)
         return jnp.where(hidden == -jnp.inf, 0.0, x)
 
-    def head(self, tile: Tile, step: Any) -> Any:
+    def of_seen(self, tile: Tile, carry: Any) -> Any:
+        """Returns sums of dk and dv, with dk as `shown` gives it."""
+        dk, dv = carry
+        return self.shown(tile, dk), dv
+
+    def averaged(self, tile: Tile, spans: Any) -> tuple[Any, Any]:
+        """Returns the blocks of queries with rows without keys."""
+        return averaged_rows.blocks(spans, tile.b, self.p.block)
+
+    def head(self, tile: Tile, step: Any, seen: Seen = Seen.SOME) -> Any:
         """Returns the query head of a step: those of the group come in order."""
         if self.p.group == 1:
             return tile.head
-        turn = lax.div(step - tile.start, jnp.int32(tile.range.count))
+        start, count = tile.start, tile.range.count
+        if seen is Seen.ALIKE:
+            start = start + count * self.p.group
+            count = tile.averaged[1] - tile.averaged[0]
+        turn = lax.div(step - start, jnp.int32(count))
         return tile.head * self.p.group + turn
 
     def sloped(self, tile: Tile, scores: Array, j: Any, step: Any) -> Array:
@@ -98,29 +111,38 @@ class OfKeys(Kernel):
         return pallas.across(found, shape)
 
     def weigh(
-        self, scores: Array, steep: Array | None, lse: Any, rest: Any
+        self, scores: Array, steep: Array | None, lse: Any, rest: Any, seen: Seen
     ) -> tuple[Array, Array]:
         """Returns weights, and the factors of changes of weights.
 
         Both are the same array, or the first has 16 bits, as an operand of products.
         """
-        weights = self.weights(scores, lse, rest)
-        if steep is None:
+        weights, passed = self.both(scores, steep, lse, rest, seen)
+        if passed is weights:
             weights = lax.optimization_barrier(weights)
             return weights, weights
         narrow = weights.astype(self.given["q"].dtype)
-        return lax.optimization_barrier((narrow, weights * steep))
+        return lax.optimization_barrier((narrow, passed))
+
+    def both(
+        self, scores: Array, steep: Array | None, lse: Any, rest: Any, seen: Seen
+    ) -> tuple[Array, Array]:
+        """Returns weights, and the factors of changes of weights, in float32."""
+        weights, averages = self.weights(scores, lse, rest, seen), self.p.averages
+        if seen is Seen.ALIKE and averages is not None and not averages.passes:
+            return weights, pallas.zeros(scores.shape)
+        return weights, weights if steep is None else weights * steep
 
     def begin(self, tile: Tile) -> Any:
         """Returns zeros to accumulate in, and the values that a tile's steps read."""
         return pallas.zeros((64, self.p.h)), pallas.zeros((64, self.p.e))
 
-    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sums with a block added."""
-        return self.changed(tile, j, step, carry, part)[0]
+        return self.changed(tile, j, step, carry, seen)[0]
 
     def changed(
-        self, tile: Tile, j: Any, step: Any, carry: Any, part: bool
+        self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen
     ) -> tuple[Any, Array]:
         """Returns new (dk, dv), and dSᵀ in 16 bits: [64, block]."""
         p, x, mine = self.p, self.memory, self.warpgroup
@@ -137,13 +159,13 @@ class OfKeys(Kernel):
             lse = self.across("lse", slot, shape)
             found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
-            found, steep = self.scores(tile, found, j, slot, step, part)
+            found, steep = self.scores(tile, found, j, slot, step, seen)
             rest = self.across("rest", slot, shape)
-            weights, steep = self.weigh(found, steep, lse, rest)
+            weights, steep = self.weigh(found, steep, lse, rest, seen)
             change = lax.optimization_barrier(changes[...])
             panels.add_rows(dv, weights.astype(dtype), x["g"].at[slot])
             change = steep * (change - self.across("delta", slot, shape))
-            change = self.only_seen(change, steep, part).astype(dtype)
+            change = self.only_seen(change, steep, seen).astype(dtype)
             panels.add_rows(dk, change, x["q"].at[slot])
             made = dk[...], dv[...]
             plgpu.barrier_arrive(x["free"].at[slot])
@@ -155,8 +177,7 @@ class OfKeys(Kernel):
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sums of a tile."""
         dk, dv = carry
-        dk = self.shown(tile, dk * self.p.scale)
-        self.put(dk, "k", "dk", tile)
+        self.put(dk * self.p.scale, "k", "dk", tile)
         self.put(dv, "v", "dv", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
@@ -228,7 +249,7 @@ class _Weights(Divided):
         """Returns zeros to sum up in."""
         return pallas.zeros((64, self.p.e))
 
-    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sum with a block added."""
         p, x = self.p, self.memory
         slot, place = self.places(step)
@@ -241,9 +262,9 @@ class _Weights(Divided):
             panels.add_scores(scores, x["k"].at[mine], x["q"].at[slot])
             lse = self.across("lse", slot, shape)
             found = lax.optimization_barrier(scores[...])
-            found, steep = self.scores(tile, found, j, slot, step, part)
-            found = self.weights(found, lse, self.across("rest", slot, shape))
-            passed = found if steep is None else found * steep
+            found, steep = self.scores(tile, found, j, slot, step, seen)
+            rest = self.across("rest", slot, shape)
+            found, passed = self.both(found, steep, lse, rest, seen)
             weights, passed = lax.optimization_barrier(
                 (found.astype(dtype), passed.astype(dtype))
             )
@@ -263,6 +284,11 @@ class _Weights(Divided):
         """Writes the sum of a tile."""
         self.put_later(carry, "v", tile)
 
+    def of_seen(self, tile: Tile, carry: Any) -> Any:
+        """Returns the sum of dv."""
+        del tile
+        return carry
+
 
 class _Changes(Divided):
     """The second warpgroup's part: changes of weights, and dk."""
@@ -277,7 +303,7 @@ class _Changes(Divided):
         """Returns zeros to sum up in."""
         return pallas.zeros((64, self.p.h))
 
-    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sum with a block added."""
         p, x = self.p, self.memory
         slot, place = self.places(step)
@@ -294,7 +320,7 @@ class _Changes(Divided):
             weights = lax.optimization_barrier(x["weights"].at[place][...])
             plgpu.barrier_arrive(x["weights_free"].at[place])
             weights = weights.astype(jnp.float32)
-            change = self.only_seen(weights * change, weights, part)
+            change = self.only_seen(weights * change, weights, seen)
             plgpu.barrier_wait(x["first_ready"].at[slot])
             panels.add_rows(dk, change.astype(dtype), x["q"].at[slot])
             made = dk[...]
@@ -305,7 +331,11 @@ class _Changes(Divided):
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sum of a tile."""
-        self.put_later(self.shown(tile, carry * self.p.scale), "k", tile)
+        self.put_later(carry * self.p.scale, "k", tile)
+
+    def of_seen(self, tile: Tile, carry: Any) -> Any:
+        """Returns the sum of dk, as `shown` gives it."""
+        return self.shown(tile, carry)
 
 
 class Fused(OfKeys):
@@ -336,10 +366,10 @@ class Fused(OfKeys):
         plgpu.barrier_arrive(self.memory["changes_free"].at[self.warpgroup])
         super().compute()
 
-    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sums with a block added."""
         x, mine = self.memory, self.warpgroup
-        made, change = self.changed(tile, j, step, carry, part)
+        made, change = self.changed(tile, j, step, carry, seen)
         place = lax.rem(step, jnp.int32(CHANGES))
         plgpu.barrier_wait(x["changes_free"].at[place])
         x["changes"].at[place, mine][...] = change
@@ -348,19 +378,19 @@ class Fused(OfKeys):
 
         @pallas.when(place == mine)
         def _() -> None:
-            self.add(tile, j, self.head(tile, step), place)
+            self.add(tile, j, self.head(tile, step, seen), place)
 
         return made
 
     def scores(
-        self, tile: Tile, found: Array, j: Any, slot: Any, step: Any, part: bool
+        self, tile: Tile, found: Array, j: Any, slot: Any, step: Any, seen: Seen
     ) -> tuple[Array, Array | None]:
         """Returns scores, -inf for rows past the last key, and their derivatives.
 
         Their weights, which dk and dv leave out, may be infinite if all scores of a
         query are low; in dq they are multiplied with keys of zeros.
         """
-        found, steep = super().scores(tile, found, j, slot, step, part)
+        found, steep = super().scores(tile, found, j, slot, step, seen)
         if self.p.mask.t % self.p.rows == 0:
             return found, steep
         rows = pallas.along(pallas.row_positions(64) + tile.mine, found.shape)

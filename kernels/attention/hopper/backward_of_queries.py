@@ -9,8 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import pallas, panels
-from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
+from rewriter.kernels.attention.hopper import averaged_rows, pallas, panels
+from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
+from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Tile
 
 if TYPE_CHECKING:
     from jax import Array
@@ -21,7 +22,6 @@ class OfQueries(Kernel):
 
     name = "attention_dq"
     fixed, passing = ("q", "g"), ("k", "v")
-    outputs = ("dq",)
     sign = 1
 
     @classmethod
@@ -52,6 +52,8 @@ class OfQueries(Kernel):
     def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
         """Copies a streamed block: keys, and values if their memory is free."""
         del i
+        if self.p.averages is not None:
+            j = lax.rem(j, jnp.int32(self.blocks))
         x, slot, second = self.memory, *self.slots(step)
         head = lax.div(tile.head, jnp.int32(self.p.shared))
         rows = pl.ds(j * self.p.block, self.p.block)
@@ -59,6 +61,11 @@ class OfQueries(Kernel):
         self.send_terms(tile, tile.head, j, slot)
         plgpu.barrier_wait(x["second_free"].at[second])
         self.send("v", (tile.b, rows, head), second, x["second_ready"].at[second])
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of keys."""
+        return -(-self.p.mask.s // self.p.block)
 
     def slots(self, step: Any) -> tuple[Any, Any]:
         """Where a step's keys and where its values are."""
@@ -95,7 +102,7 @@ class OfQueries(Kernel):
         each = pallas.zeros((64,))
         return pallas.sloped(scores, each + away * slope, each + slope)
 
-    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sums with a block added."""
         p, x, mine = self.p, self.memory, self.warpgroup
         dq_before, lse, delta, *rest = carry
@@ -111,32 +118,70 @@ class OfQueries(Kernel):
             panels.add_scores(changes, x["g"].at[mine], x["v"].at[second])
             found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
-            found, steep = self.scores(tile, found, j, slot, step, part)
+            found, steep = self.scores(tile, found, j, slot, step, seen)
             wide = [pallas.along(x, shape) for x in (lse, *rest)]
-            found = self.weights(found, wide[0], wide[1] if rest else None)
-            found = found if steep is None else found * steep
+            plain = self.weights(found, wide[0], wide[1] if rest else None, seen)
+            found = plain if steep is None else plain * steep
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             plgpu.barrier_arrive(x["second_free"].at[second])
-            change = weights * (change - pallas.along(delta, shape))
+            total = delta
+            if seen is Seen.ALIKE:
+                change, total = self.averaged_changes(j, change, plain, weights, delta)
+            else:
+                change = weights * (change - pallas.along(delta, shape))
             panels.add_rows(dq, change.astype(dtype), x["k"].at[slot])
             made = dq[...]
             plgpu.barrier_arrive(x["free"].at[slot])
-            return made
+            return made, total
 
         sums = [(64, p.h)]
-        made = panels.run_scoped(products, (shape, shape), sums, p.by_rows)
+        made, delta = panels.run_scoped(products, (shape, shape), sums, p.by_rows)
         return made, lse, delta, *rest
 
-    def store(self, tile: Tile, carry: Any) -> None:
-        """Writes the sums of a tile: 0 for rows without keys, whatever was summed.
+    def averaged_changes(
+        self, j: Any, change: Array, weights: Array, passed: Array, delta: Array
+    ) -> tuple[Array, Array]:
+        """Returns changes of the scores of rows without keys, and new deltas.
+
+        A tile meets all keys twice for such rows. First it sums up delta: the changes
+        of equal weights nearly cancel, and that of a result in 16 bits is too inexact.
+
+        Args:
+            j: The block, counted on the second time.
+            change: The changes of weights.
+            weights: The weights.
+            passed: The weights times the derivatives of a soft cap.
+            delta: What is summed up so far, [64].
+        """
+        again = jnp.where(j < self.blocks, jnp.float32(0), jnp.float32(1))
+        added = jnp.where(weights == 0.0, 0.0, weights * change).sum(axis=1)
+        moved = passed * (change - pallas.along(delta, change.shape))
+        moved = self.only_seen(moved, weights, Seen.ALIKE) * again
+        return moved, delta + added * (1.0 - again)
+
+    def of_seen(self, tile: Tile, carry: Any) -> Any:
+        """Returns the sums of a tile: 0 for rows without keys, whatever was summed.
 
         Sums of other rows are not finite if hidden values are not. The formula does the
         same, since its delta is not finite either.
         """
-        dq, lse = carry[0] * self.p.scale, carry[1]
+        del tile
+        dq, lse, delta, *rest = carry
         if self.p.mask.may_be_empty:
             dq = jnp.where(pallas.along(lse, dq.shape) == jnp.inf, 0.0, dq)
-        self.put(dq, "q", "dq", tile)
+        if self.p.averages is not None and self.p.averages.finite:
+            delta = jnp.where(lse == jnp.inf, 0.0, delta)  # see `averaged_changes`
+        return dq, lse, delta, *rest
+
+    def averaged(self, tile: Tile, spans: Any) -> tuple[Any, Any]:
+        """Returns all blocks of keys twice, if some row may be without keys."""
+        meets = averaged_rows.meets(spans, tile.b, tile.first, self.p.rows)
+        twice = jnp.int32(2 * self.blocks)
+        return jnp.int32(0), jnp.where(meets, twice, jnp.int32(0))
+
+    def store(self, tile: Tile, carry: Any) -> None:
+        """Writes the sums of a tile."""
+        self.put(carry[0] * self.p.scale, "q", "dq", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])

@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rewriter.kernels.attention.hopper import pallas, panels
 from rewriter.kernels.attention.hopper.backward_of_keys import OfKeys
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
-from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
+from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
+from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Tile
 
 if TYPE_CHECKING:
     from jax import Array
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 class _Sums(Kernel):
     """Common code of both: a number for each row, float32 [b, n, whole tiles]."""
 
-    outputs = ("sums",)
-
     @classmethod
     def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:
         """Returns shared memory by name."""
         sums = {"sums": plgpu.SMEM((p.warpgroups, 64), jnp.float32)}
         return super().scratch(p, dtype) | sums
+
+    def of_seen(self, tile: Tile, carry: Any) -> Any:
+        """Returns the sums: they are selected when they are stored."""
+        del tile
+        return carry
 
     def put_sums(self, tile: Tile, sums: Array) -> None:
         """Writes the sums of a tile, [64]."""
@@ -68,7 +72,7 @@ class OfColumns(_Sums, OfKeys):
         del tile
         return pallas.zeros((64, 8))
 
-    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sums with a block added."""
         p, x = self.p, self.memory
         slot, shape = lax.rem(step, jnp.int32(p.stages)), (64, p.block)
@@ -82,12 +86,13 @@ class OfColumns(_Sums, OfKeys):
             lse = self.across("lse", slot, shape)
             found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
-            found, _ = self.scores(tile, found, j, slot, step, part)
-            found = self.weights(found, lse, self.across("rest", slot, shape))
+            found, _ = self.scores(tile, found, j, slot, step, seen)
+            rest = self.across("rest", slot, shape)
+            found = self.weights(found, lse, rest, seen)
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             change = weights * (change - self.across("delta", slot, shape))
-            change = self.only_seen(change, weights, part)
+            change = self.only_seen(change, weights, seen)
             plgpu.barrier_arrive(x["free"].at[slot])
             return carry + pallas.by_eights(change)
 
@@ -115,7 +120,7 @@ class OfSlopes(_Sums, OfQueries):
         del numbers["delta"]
         return tuple(pallas.zeros((64, 8)) for _ in range(3)), *numbers.values()
 
-    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sums with a block added."""
         p, x = self.p, self.memory
         sums, lse, *rest = carry
@@ -130,9 +135,9 @@ class OfSlopes(_Sums, OfQueries):
             panels.add_scores(changes, x["g"].at[mine], x["v"].at[second])
             found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
-            found, _ = self.scores(tile, found, j, slot, step, part)
+            found, _ = self.scores(tile, found, j, slot, step, seen)
             wide = [pallas.along(x, shape) for x in (lse, *rest)]
-            found = self.weights(found, wide[0], wide[1] if rest else None)
+            found = self.weights(found, wide[0], wide[1] if rest else None, seen)
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             for name, place in (("second_free", second), ("free", slot)):

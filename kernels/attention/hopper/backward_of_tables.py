@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas, panels
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
-from rewriter.kernels.attention.hopper.backward_tiles import Problem, Tile
+from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
+from rewriter.kernels.attention.hopper.backward_tiles import Tile
 from rewriter.kernels.attention.hopper.blocks import blocks_of
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.visibility import least
@@ -92,7 +93,6 @@ class OfTables(OfQueries):
     """
 
     name = "attention_dbias"
-    outputs = ("dbias",)
 
     @classmethod
     def scratch(cls, p: TableProblem, dtype: Any) -> dict[str, Any]:  # pyright: ignore
@@ -217,13 +217,13 @@ class OfTables(OfQueries):
             found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
             found = lax.optimization_barrier(found)
             cut = p.mask.hides or p.mask.s % p.block or tile.length is not None
-            part = bool(cut)
-            found, _ = self.scores(tile, found, j, slot, step, part)
-            found = self.weights(found, lse, rest[0] if rest else None)
+            seen = Seen.SOME if cut else Seen.ALL
+            found, _ = self.scores(tile, found, j, slot, step, seen)
+            found = self.weights(found, lse, rest[0] if rest else None, seen)
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             plgpu.barrier_arrive(x["free"].at[slot])
-            return self.only_seen(weights * (change - delta), weights, part)
+            return self.only_seen(weights * (change - delta), weights, seen)
 
         two = (plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
         return pl.run_scoped(products, *two)

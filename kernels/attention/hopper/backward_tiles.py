@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -14,108 +13,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import block_masks, pallas, panels
-from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
+from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
+from rewriter.kernels.attention.hopper.blocks import blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
-from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.pallas import LOG2E
-from rewriter.kernels.attention.hopper.terms import Place, Terms
+from rewriter.kernels.attention.hopper.terms import Place
 from rewriter.kernels.attention.hopper.use import head_in_array
 from rewriter.kernels.attention.visibility import FAR, Range
 from rewriter.kernels.shared import warpgroups, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
-
-    from rewriter.ops.kernel import Heads
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The problem as known while tracing.
-
-    Attributes:
-        mask: The mask between rows of a tile and columns of a block: queries and keys
-            for dq, keys and queries for dk and dv.
-        block: Columns of a block.
-        heads: Heads of the arrays in tiles.
-        group: Query heads that a tile of keys meets in turn; 1 for dq.
-        shared: Query heads of a key head; 1 for dk and dv.
-        values: Blocks of the second streamed array in shared memory; `stages` is for
-            the first.
-        divided: Whether the warpgroups share 64 rows; see `Divided`.
-        claimed: Whether blocks of threads claim tiles.
-        by_rows: Whether arrays are copied by rows; see `panels`.
-        packed: The heads of operands in the arrays that are read.
-    """
-
-    b: int
-    heads: int
-    group: int
-    shared: int
-    h: int
-    e: int
-    mask: Mask
-    scale: float
-    softcap: float | None
-    block: int
-    stages: int
-    warpgroups: int
-    programs: int
-    terms: Terms
-    values: int
-    divided: bool = False
-    claimed: bool = False
-    by_rows: bool = False
-    packed: tuple[tuple[str, Heads], ...] = ()
-
-    @property
-    def tiles(self) -> Callable[..., Any]:
-        """Makes shared memory of tiles."""
-        return panels.panels if self.by_rows else pallas.tiles
-
-    @property
-    def copies(self) -> tuple[int, int]:
-        """The copies that bring rows of width h, and of width e."""
-        h, e = (
-            panels.copies(x, pallas.swizzle(x, self.block), self.by_rows)
-            for x in (self.h, self.e)
-        )
-        return h, e
-
-    @property
-    def parts(self) -> int:
-        """The number of 64-row parts of a tile."""
-        return 1 if self.divided else self.warpgroups
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 64 * self.parts
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Names of numbers of queries."""
-        return ("lse", "delta", "rest") if self.terms.unbounded else ("lse", "delta")
-
-    @functools.cached_property
-    def order(self) -> Order:
-        """The order in which tiles are taken."""
-        tiles = range(0, self.mask.t, self.rows)
-        ranges = [
-            blocks_of(self.mask, i, self.rows, self.block, self.mask.shift)
-            for i in tiles
-        ]
-        return Order(
-            pairs=self.b * self.heads,
-            bytes_of_pair=max(
-                1, 2 * self.mask.s * (self.h + self.e) * self.group // self.shared
-            ),
-            programs=self.programs,
-            work=tuple(
-                self.group * (1 if self.terms.segments else r.count) for r in ranges
-            ),
-            claims=self.claimed and work_stealing.AVAILABLE,
-        )
 
 
 class Kernel(abc.ABC):
@@ -126,7 +34,6 @@ class Kernel(abc.ABC):
     """The arrays whose tiles stay resident, of widths h and e."""
     passing: tuple[str, str]
     """The arrays whose blocks are streamed, of widths h and e."""
-    outputs: tuple[str, ...]
     shows = False
     """Whether masks hide whole rows of tiles, which are left out when they are
     stored."""
@@ -206,27 +113,51 @@ class Kernel(abc.ABC):
         p, r, mine = self.p, tile.range, self.warpgroup
         plgpu.barrier_wait(self.memory["ready"].at[mine])
         tile.start = step
-        loops = [(r.whole, r.part, False)]
+        loops = [(r.whole, r.part, Seen.ALL)]
         cut = p.mask.s % p.block or tile.length is not None
         if p.mask.hides or cut or self.classed:
-            loops += [(r.part, r.end, True)]
+            loops += [(r.part, r.end, Seen.SOME)]
         if p.mask.left is not None or self.classed:
-            loops = [(r.start, r.whole, True), *loops]
+            loops = [(r.start, r.whole, Seen.SOME), *loops]
+        carry = self.over_heads(tile, (r.start, r.count), loops, step, self.begin(tile))
+        carry, step = self.of_seen(tile, carry), step + r.count * p.group
+        if p.averages is not None:
+            start, end = tile.averaged
+            alike, place = [(start, end, Seen.ALIKE)], (start, end - start)
+            carry = self.over_heads(tile, place, alike, step, carry)
+            step = step + (end - start) * p.group
+        self.store(tile, carry)
+        return step
+
+    def over_heads(
+        self,
+        tile: Tile,
+        place: tuple[Any, Any],
+        loops: list[tuple[Any, Any, Seen]],
+        step: Any,
+        carry: Any,
+    ) -> Any:
+        """Returns the sums with blocks of all heads of a group added.
+
+        Args:
+            tile: The tile.
+            place: The first block of a head, and the number of its blocks.
+            loops: Ranges of these blocks, one after the other.
+            step: The number of blocks read before.
+            carry: The sums.
+        """
+        first, count = place
 
         def head(i: Any, carry: Any) -> Any:
-            before = step + i * r.count - r.start
-            for start, end, part in loops:
-                body = lambda j, c, part=part: self.step(tile, j, before + j, c, part)
+            before = step + i * count - first
+            for start, end, seen in loops:
+                body = lambda j, c, seen=seen: self.step(tile, j, before + j, c, seen)
                 carry = lax.fori_loop(start, jnp.maximum(start, end), body, carry)
             return carry
 
-        carry = self.begin(tile)
-        if p.group == 1:
-            carry = head(0, carry)
-        else:
-            carry = lax.fori_loop(0, p.group, head, carry)
-        self.store(tile, carry)
-        return step + r.count * p.group
+        if self.p.group == 1:
+            return head(0, carry)
+        return lax.fori_loop(0, self.p.group, head, carry)
 
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
@@ -239,16 +170,21 @@ class Kernel(abc.ABC):
                 plgpu.barrier_wait(x["done"].at[w])
                 self.copy_tile(tile, w)
 
-            def head(i: Any, step: Any) -> Any:
-                def block(j: Any, step: Any) -> Any:
+            def blocks(start: Any, end: Any, step: Any) -> Any:
+                def block(i: Any, j: Any, step: Any) -> Any:
                     slot = lax.rem(step, jnp.int32(p.stages))
                     plgpu.barrier_wait(x["free"].at[slot])
                     self.copy_block(tile, i, j, step)
                     return step + 1
 
-                return lax.fori_loop(tile.range.start, tile.range.end, block, step)
+                def head(i: Any, step: Any) -> Any:
+                    of_head = functools.partial(block, i)
+                    return lax.fori_loop(start, end, of_head, step)
 
-            return lax.fori_loop(0, p.group, head, step)
+                return lax.fori_loop(0, p.group, head, step)
+
+            step = blocks(tile.range.start, tile.range.end, step)
+            return step if p.averages is None else blocks(*tile.averaged, step)
 
         self.over_tiles(one, copies=True)
 
@@ -281,22 +217,25 @@ class Kernel(abc.ABC):
         )  # fmt: skip
 
     def scores(
-        self, tile: Tile, found: Array, j: Any, slot: Any, step: Any, part: bool
+        self, tile: Tile, found: Array, j: Any, slot: Any, step: Any, seen: Seen
     ) -> tuple[Array, Array | None]:
         """Returns products as scores, and their derivatives by scaled products.
 
         Scores are -inf for hidden keys. With an addend they are multiplied with the
         scale. With only a soft cap they are multiplied with the scale and log2(e).
         Others are not multiplied yet. Without a soft cap or a function the derivative
-        is 1: the second is None.
+        is 1: the second is None. What masks and further operands do to scores is left
+        out for rows without keys.
         """
-        p, mine, steep = self.p, self.part, None
+        p, mine, steep, part = self.p, self.part, None, seen is Seen.SOME
         if p.softcap is not None:
             bent = pallas.tanh(found * (p.scale / p.softcap))
             found = bent * (p.softcap * (1.0 if p.terms.natural else LOG2E))
             steep = 1.0 - bent * bent
         elif p.terms.natural:
             found = found * p.scale
+        if seen is Seen.ALIKE:
+            return found, steep
         if p.terms.function is not None:
             place = Place(
                 tile.b, self.head(tile, step), tile.first, j * p.block, p.block,
@@ -318,16 +257,18 @@ class Kernel(abc.ABC):
         """Whether masks and segments hide keys only in some blocks."""
         return "reach" in self.given
 
-    def weights(self, scores: Array, lse: Any, rest: Any) -> Array:
+    def weights(self, scores: Array, lse: Any, rest: Any, seen: Seen) -> Array:
         """Returns weights from scores and the terms to subtract, which are as wide."""
         p = self.p
+        if seen is Seen.ALIKE and p.averages is not None:
+            return p.averages.weights(lse)
         if not p.terms.natural:
             unit = p.scale * LOG2E if p.softcap is None else 1.0
             return jnp.exp2(scores * unit - lse)
         found = (scores - lse) * LOG2E
         return jnp.exp2(found if rest is None else found - rest)
 
-    def only_seen(self, changes: Array, weights: Array, part: bool) -> Array:
+    def only_seen(self, changes: Array, weights: Array, seen: Seen) -> Array:
         """Returns changes of scores, 0 where scores are hidden.
 
         Hidden weights are 0, but 0 times NaN is NaN. If nothing can be hidden, the
@@ -336,14 +277,30 @@ class Kernel(abc.ABC):
         Args:
             changes: float32 [64, block].
             weights: float32 of the same shape.
-            part: Whether the visible range of some row may end within the block.
+            seen: What rows see of the block.
         """
-        p = self.p
+        p, part = self.p, seen is Seen.SOME
+        if seen is Seen.ALIKE:
+            return jnp.where(weights == 0.0, 0.0, changes)
         masked = p.terms.masks and (part if self.classed else not self.shows)
         placed = part and (p.mask.hides or "lengths" in self.given)
         return jnp.where(weights == 0.0, 0.0, changes) if masked or placed else changes
 
+    def of_seen(self, tile: Tile, carry: Any) -> Any:
+        """Returns the sums over what rows see, without what must not count."""
+        del tile
+        return carry
+
     # What differs:
+    @abc.abstractmethod
+    def averaged(self, tile: Tile, spans: Any) -> tuple[Any, Any]:
+        """Returns the blocks that a tile meets for rows without keys.
+
+        Args:
+            tile: The tile.
+            spans: See `averaged_rows.spans_of`.
+        """
+
     @abc.abstractmethod
     def sloped(self, tile: Tile, scores: Array, j: Any, step: Any) -> Array:
         """Returns scores with distances times the slope of the query head."""
@@ -361,7 +318,7 @@ class Kernel(abc.ABC):
         """Returns the initial sums of a tile."""
 
     @abc.abstractmethod
-    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sums with a block added."""
 
     @abc.abstractmethod
@@ -370,17 +327,19 @@ class Kernel(abc.ABC):
 
     def put(self, x: Array, name: str, output: str, tile: Tile) -> None:
         """Writes rows in place of a tile, and from there to the result."""
-        to = self.given[output]
+        joined = self.p.joined
+        to = self.given["joined" if name in dict(joined) else output]
         panels.put(self.memory[name].at[self.part], x.astype(to.dtype))
         plgpu.commit_smem()
-        at = (tile.b, pl.ds(tile.mine, 64), tile.head)
+        head = head_in_array(joined, name, tile.head)
+        at = (tile.b, pl.ds(tile.mine, 64), head)
         rows = self.memory[f"{name}_rows"].at[self.part]
         for target, place in panels.parts(to, at, rows):
             plgpu.copy_smem_to_gmem(place, target)
 
-    def head(self, tile: Tile, step: Any) -> Any:
-        """Returns the query head of a step."""
-        del step
+    def head(self, tile: Tile, step: Any, seen: Seen = Seen.SOME) -> Any:
+        """Returns the query head of a step; those of rows without keys come last."""
+        del step, seen
         return tile.head
 
     def hidden(
@@ -444,5 +403,9 @@ class Tile:
         if self.length is not None and not p.mask.lengths:  # rows may be past it
             self.range = _without_rows(self.range, self.first + p.rows > self.length)
         self.mine = self.first + 64 * kernel.part
+        self.averaged: Any = None
+        """The blocks that it meets for rows without keys: the first, and the end."""
+        if p.averages is not None:
+            self.averaged = kernel.averaged(self, kernel.given["spans"])
         self.start: Any = 0
         """The number of blocks read before this tile."""

@@ -62,6 +62,8 @@ class Use:
         score: A function that scores go through before all else.
         packed: By names among q, k and v, an array [b, t, heads, h] to read instead,
             and the operand's heads in it.
+        joined: The heads of cotangents in one array that is to hold them, by names
+            among q, k and v.
         read: What it reads, by name: `rewriter.kernels.attention.scored_form`.
     """
 
@@ -86,6 +88,7 @@ class Use:
     weights: str | None = None
     score: Score | None = None
     packed: Mapping[str, tuple[Array, Heads]] = field(default_factory=dict)
+    joined: Mapping[str, Heads] = field(default_factory=dict)
     read: Mapping[str, Array] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Array]:

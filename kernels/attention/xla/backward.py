@@ -25,6 +25,7 @@ from rewriter.kernels.attention.xla.problem import Problem, problem_of
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.attention.xla.tile import Tile, is_float
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
+from rewriter.kernels.shared.contraction import contraction
 from rewriter.kernels.shared.slices import part, with_part
 from rewriter.ops.score import SOFTMAX
 
@@ -255,7 +256,7 @@ def _add_tile(block: Block, rows: _Rows, averaged: bool, tile: Tile, carry: Any)
     dq, dk, dv, grads = carry
     arrays, step, wide = block.p.arrays, block.step, block.p.wide
     x, bent = tile.scores(rows.queries)
-    d = jnp.einsum("cre,cse->crs", rows.up, tile.values())
+    d = contraction("cre,cse->crs", rows.up, tile.values())
     if averaged:
         weights = jnp.where(rows.idle, 0, jnp.full_like(x, 1) / number(block.p.sizes.s))
         weights = tile.only_new_keys(weights)
@@ -271,7 +272,7 @@ def _add_tile(block: Block, rows: _Rows, averaged: bool, tile: Tile, carry: Any)
         dropped = tile.add("dropout", grads["dropout"], weights * d)
         grads = {**grads, "dropout": dropped}
         d = jnp.where(kept == 0, 0, d * kept)  # also if d is not finite
-    dv = tile.add_columns(dv, jnp.einsum("cer,crs->ces", rows.up_t, used))
+    dv = tile.add_columns(dv, contraction("cer,crs->ces", rows.up_t, used))
     d = d - rows.delta
     if block.p.normalisation == SOFTMAX:
         d = weights * d
@@ -289,8 +290,8 @@ def _add_tile(block: Block, rows: _Rows, averaged: bool, tile: Tile, carry: Any)
     if bent is not None:
         d = d * (1 - bent * bent)
     keys = tile.keys().astype(wide)
-    dq = dq + jnp.einsum("crs,csh->crh", d, keys)
-    dk = tile.add_columns(dk, jnp.einsum("chr,crs->chs", rows.queries_t, d))
+    dq = dq + contraction("crs,csh->crh", d, keys)
+    dk = tile.add_columns(dk, contraction("chr,crs->chs", rows.queries_t, d))
     return dq, dk, dv, grads
 
 
@@ -398,8 +399,8 @@ def _dropped_mean_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Arr
         def body(tile: Tile, carry: Any) -> Any:
             dv, dropout = carry
             kept = kept_factors(tile)
-            dv = tile.add_columns(dv, jnp.einsum("cre,crs->ces", up, kept))
-            d = jnp.einsum("cre,cse->crs", up, tile.values())
+            dv = tile.add_columns(dv, contraction("cre,crs->ces", up, kept))
+            d = contraction("cre,cse->crs", up, tile.values())
             for fresh in tile.fresh():
                 d = jnp.where(fresh, d, 0)
             return dv, tile.add("dropout", dropout, d)

@@ -14,6 +14,7 @@ from rewriter.kernels.attention.xla.problem import Problem, problem_of
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.attention.xla.tile import Tile
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
+from rewriter.kernels.shared.contraction import contraction
 from rewriter.ops.score import SOFTMAX, SUM
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _rows_forward(block: Block, e: int) -> tuple[Array, Array, Array]:
         top, total, weights, fade = running(x, top, total)
         if "dropout" in p.arrays:
             weights = weights * tile.dropout()
-        new = jnp.einsum("crs,cse->cre", weights, tile.values())
+        new = contraction("crs,cse->cre", weights, tile.values())
         return top, total, acc * fade[..., None] + new
 
     top, total = first_sums(block)
@@ -99,10 +100,10 @@ def first_sums(block: Block) -> tuple[Array, Array]:
 
 def running(x: Array, top: Array, total: Array) -> tuple[Array, ...]:
     """Returns new maxima, sums, the tile's weights, and the factor of earlier sums."""
-    higher = jnp.maximum(top, x.max(-1))
+    higher = jnp.maximum(top, lax.reduce_max(x, (2,)))
     weights = jnp.exp(x - higher[..., None])
     fade = jnp.exp(top - higher)
-    return higher, total * fade + weights.sum(-1), weights, fade
+    return higher, total * fade + lax.reduce_sum(weights, (2,)), weights, fade
 
 
 def _dropped_mean(p: Problem, out: Array, lse: Array) -> Array:
@@ -112,7 +113,7 @@ def _dropped_mean(p: Problem, out: Array, lse: Array) -> Array:
     def one_block(block: Block, out: Array) -> Array:
         def body(tile: Tile, acc: Array) -> Array:
             kept = kept_factors(tile)
-            return acc + jnp.einsum("crs,cse->cre", kept, tile.values())
+            return acc + contraction("crs,cse->cre", kept, tile.values())
 
         old = block.rows("out")
         acc = p.full(old.shape, p.wide)

@@ -11,6 +11,7 @@ from rewriter.kernels.attention.normalisation import divided
 from rewriter.kernels.attention.xla.problem import Problem
 from rewriter.kernels.attention.xla.tile import Tile, is_float
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
+from rewriter.kernels.shared.contraction import contraction
 from rewriter.ops.score import NONE, SUM
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _rows_forward(block: Block, e: int) -> tuple[Array, Array]:
             total = total + weights.sum(-1)
         if "dropout" in p.arrays:
             weights = weights * tile.dropout()
-        return total, acc + jnp.einsum("crs,cse->cre", weights, tile.values())
+        return total, acc + contraction("crs,cse->cre", weights, tile.values())
 
     start = p.full(queries.shape[:2], p.wide), p.full((*queries.shape[:2], e), p.wide)
     return block.over_keys(body, start)

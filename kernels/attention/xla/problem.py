@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
@@ -13,7 +12,7 @@ from rewriter.kernels.attention.stored_form import added_to
 from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.xla.config import DEFAULT
 from rewriter.kernels.attention.xla.sizes import Sizes, sizes_of
-from rewriter.kernels.shared.loops import fori_loop
+from rewriter.kernels.shared.loops import fori_loop, zero_after
 from rewriter.kernels.shared.slices import part, with_part
 from rewriter.ops.score import SOFTMAX
 from rewriter.ops.stored import FEW_BITS
@@ -44,7 +43,7 @@ class Problem:
 
     arrays: dict[str, Array]
     sizes: Sizes
-    zero: Array | None
+    zero: Array
     scale: float
     window: tuple[int | None, int | None]
     shift: int
@@ -65,8 +64,7 @@ class Problem:
 
     def full(self, shape: tuple[int, ...], dtype: Any, value: float = 0) -> Array:
         """Returns a constant array that can start a loop's carry."""
-        made = jnp.full(shape, value, dtype)
-        return made if self.zero is None else made + self.zero.astype(dtype)
+        return jnp.full(shape, value, dtype) + self.zero.astype(dtype)
 
     def cut(self, name: str, at: dict[str, tuple[Any, int]]) -> Array:
         """Returns an operand's slice at (start, size) by axis letter, widened."""
@@ -141,19 +139,5 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
     params["out_dtype"] = jnp.dtype(params["out_dtype"] or q.dtype)
     floats = [x.dtype for x in (q, k, v) if x.dtype.name not in FEW_BITS]
     wide = jnp.promote_types(jnp.result_type(*floats), jnp.float32)
-    zero = _varying_zero(arrays, wide)
+    zero = zero_after(*arrays.values(), dtype=wide)
     return Problem(arrays=arrays, sizes=sizes, zero=zero, wide=wide, **params)
-
-
-def _varying_zero(arrays: dict[str, Array], dtype: Any) -> Array | None:
-    """A zero that varies over the same mesh axes as the operands; None outside of one.
-
-    Inside jax.shard_map a loop's first carry must vary as its last.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return None
-    zero = jnp.zeros((), dtype)
-    for x in arrays.values():
-        first = x[(0,) * x.ndim]
-        zero = zero + jnp.where(first == first, jnp.zeros((), dtype), 0)
-    return zero

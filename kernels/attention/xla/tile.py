@@ -14,6 +14,7 @@ from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
 from rewriter.kernels.attention.visibility import within
 from rewriter.kernels.attention.xla.problem import AXES
 from rewriter.kernels.attention.xla.sizes import number
+from rewriter.kernels.shared.contraction import contraction
 from rewriter.kernels.shared.products import unturned
 from rewriter.kernels.shared.slices import along, part, with_part
 from rewriter.ops.score import SOFTMAX
@@ -164,7 +165,7 @@ class Tile:
     def products(self, queries: Array) -> Array:
         """Returns the scaled products of queries and keys, [c, r, s]."""
         p = self.p
-        x = jnp.einsum(
+        x = contraction(
             "crh,csh->crs",
             unturned(queries),
             self.keys(),

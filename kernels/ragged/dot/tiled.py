@@ -22,6 +22,7 @@ from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.kinds import XLA
+from rewriter.kernels.shared.loops import zero_after
 from rewriter.kernels.shared.products import unturned
 from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import no
@@ -156,7 +157,7 @@ def _contracted(use: Use, tiles: _Layout) -> Array:
     wide = jnp.promote_types(jnp.result_type(lhs, rhs), jnp.float32)
     k, n = lhs.shape[1], rhs.shape[1]
     start = jnp.zeros((tiles.groups, k, n), wide)
-    start = start + xla.zero(lhs, rhs, tiles.ends).astype(wide)
+    start = start + zero_after(lhs, rhs, tiles.ends).astype(wide)
 
     def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
         left, right, group = part

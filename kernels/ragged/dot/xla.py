@@ -22,6 +22,7 @@ from rewriter.kernels.ragged.dot.ranges import as_ragged_dot_has
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.kinds import XLA
+from rewriter.kernels.shared.loops import zero_after
 from rewriter.kernels.shared.products import unturned
 from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -200,7 +201,8 @@ def _ragged(use: Use, ranges: tuple[Array, Array], size: int) -> Array:
 
         return _over_tiles(start, end, m, size, one_tile, out)
 
-    out = jnp.zeros((m, use.columns), dtype) + zero(lhs, rhs, *ranges).astype(dtype)
+    zero = zero_after(lhs, rhs, *ranges, dtype=dtype)
+    out = jnp.zeros((m, use.columns), dtype) + zero
     return _over_groups(ranges, one_group, out)
 
 
@@ -208,7 +210,7 @@ def _contracted(use: Use, ranges: tuple[Array, Array], size: int) -> Array:
     lhs, rhs, dtype, precision = use.lhs, use.rhs, use.dtype, use.precision
     (m, k), n, groups = lhs.shape, rhs.shape[1], ranges[0].shape[0]
     wide = _wide(lhs, rhs)
-    nothing = zero(lhs, rhs, *ranges)
+    nothing = zero_after(lhs, rhs, *ranges)
 
     def product(first: Any, valid: Array) -> Array:
         left = jnp.where(valid, lax.dynamic_slice_in_dim(lhs, first, size), 0)
@@ -275,18 +277,6 @@ def _over_tiles(
 
 def _wide(*arrays: Array) -> Any:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
-
-
-def zero(*arrays: Array) -> Array:
-    """Returns a zero that varies over the same mesh axes as the operands.
-
-    Inside `jax.shard_map` a loop's first carry must vary as its last.
-    """
-    total = jnp.zeros((), jnp.float32)
-    for x in arrays:
-        first = x[(0,) * x.ndim]
-        total = total + jnp.where(first == first, 0.0, 0.0)
-    return total
 
 
 KERNEL = XLA.kernel(

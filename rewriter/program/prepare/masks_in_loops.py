@@ -36,6 +36,9 @@ OF_MASKS = frozenset(
 )  # fmt: skip
 """What a mask is made by: little work for each element."""
 
+LOOP = "scan"
+"""The primitive of the loops that are changed."""
+
 
 @dataclass(frozen=True, eq=False)
 class Made:

@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr
 from rewriter import _jax
 from rewriter.ops.kernel import Kernel
 from rewriter.program.bodies import map_bodies, map_equations
-from rewriter.site import site
+from rewriter.site import site, site_with_gradients
 
 IN_PLACE = frozenset({
     "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "name", "reshape",
@@ -32,7 +32,7 @@ IN_PLACE = frozenset({
 """Primitives whose result has the memory layout of their first operand."""
 
 
-SITES = (site.site_p, site.site_on_devices_p)
+SITES = (site.site_p, site.site_on_devices_p, site_with_gradients.together_p)
 
 
 def use_memory_order(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -50,12 +50,12 @@ def _may_swap(eqn: Any) -> bool:
     if eqn.primitive not in SITES:
         return False
     kernels = (k for _, k in eqn.params["use"].kernels)
-    return not eqn.params["batch"] and any(k and k.traits.swaps for k in kernels)
+    return not eqn.params.get("batch") and any(k and k.traits.swaps for k in kernels)
 
 
 def _with_order(eqn: Any, makers: Mapping[Any, Any]) -> Any:
     use = eqn.params["use"]
-    operands = dict(zip(use.names, eqn.invars, strict=True))
+    operands = dict(zip(use.names, eqn.invars, strict=False))
 
     def knowing(kernel: Kernel | None) -> Kernel | None:
         names = tuple(
@@ -92,4 +92,5 @@ def _lies_swapped(
 def _knowing(kernel: Kernel, names: tuple[str, ...]) -> Kernel:
     """The kernel, with the names of its transposed operands; equal ones are one."""
     forward = functools.partial(kernel.forward, swapped=names)
-    return replace(kernel, forward=forward, swaps=())
+    both = kernel.together and functools.partial(kernel.together, swapped=names)
+    return replace(kernel, forward=forward, together=both, swaps=())

@@ -78,10 +78,13 @@ def _packed(eqn: Any, makers: Mapping[Any, Any]) -> Any:
         for name, (source, heads) in sorted(found.items(), key=lambda item: item[0])
     )
     params = {k: v for k, v in eqn.params.items() if k not in ("batch", "summed")}
+    params |= {"parts": parts}
+    if eqn.primitive is site.backward_p:
+        params |= {"joined": ()}
     return eqn.replace(
         primitive=packed.OF[eqn.primitive],
         invars=[*eqn.invars, *sources],
-        params={**params, "parts": parts},
+        params=params,
     )
 
 

@@ -326,6 +326,19 @@ def _recomputation(loop: Loop, cut: Sequence[Any], wanted: Sequence[Any]) -> Any
     return _jax.part_of(loop.body, cut, eqns[::-1], wanted)
 
 
+def is_elementwise(eqn: Any) -> bool:
+    """Returns whether XLA fuses an equation with the readers of its results.
+
+    Args:
+        eqn: An equation; a call is one if all that it calls are.
+    """
+    if eqn.effects:
+        return False
+    if _jax.call_kind(eqn) in ("call", "custom"):
+        return all(map(is_elementwise, _jax.call_body(eqn).eqns))
+    return eqn.primitive.name in CHEAP
+
+
 def _cheap(eqn: Any) -> bool:
     """Whether an equation costs about as much as reading its results."""
     if eqn.effects:

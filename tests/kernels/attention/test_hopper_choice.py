@@ -217,6 +217,20 @@ def test_gradients_of_capped_scores_and_wide_heads_are_ours(
         assert times["hopper"] < 0.8 * times["xla"]
 
 
+@pytest.mark.parametrize("passes", ["forward", "both"])
+def test_float32_takes_what_was_faster_on_an_h100(passes: str) -> None:
+    """The loop over blocks forward, and XLA with gradients."""
+    rows = json.loads(record.named("choices_attention_h100").read_text())["rows"]
+    name = "float32 causal 2x2048x16x64"
+    (row,) = (r for r in rows if r["row"] == name and r["pass"] == passes)
+    us = {"memory_bounded": row["us"]["chosen"], "xla": row["us"]["written"]}
+    given = {"window": CAUSAL, "scale": 0.125, "out_dtype": "float32"}
+    its = spec(jnp.float32, (2, 2048, 16, 64), **given)
+    kernels, gradients = registry().kernels("attention"), int(passes == "both")
+    choice = choose(its, Config(), kernels, H100, gradients)
+    assert choice.implementation.forward == min(us, key=us.__getitem__)
+
+
 DECODED = (
     ((32, 4096, 32, 8, 128), False, "hopper"),
     ((16, 8192, 32, 8, 128), False, "hopper"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rewriter.kernels.attention.hopper import (
+    backward_config,
     backward_kernel,
     forward_kernel,
 )
@@ -392,6 +393,66 @@ PASSING: dict[str, Case] = {  # rows without keys of which scores have a gradien
 }  # fmt: skip
 for _shape, _case, *_ in PASSING.values():
     _case["empty_rows"] = "mean_passing"
+EMPTY: dict[str, tuple[tuple[int, ...], dict[str, Any], BackwardTiles]] = {
+    "padding on the left, by groups": (
+        (2, 200, 200, 4, 2, 32, 32),
+        {"mask": (2, 1, 1, 200), "padded": (0, 130), "window": CAUSAL},
+        BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "a whole sequence, wide": (
+        (2, 70, 140, 2, 1, 192, 128), {"kv_lengths": (0, 140)},
+        BackwardTiles(64, 32, 2, divided=True, v_stages=1),
+    ),
+    "in one, of any length": (
+        (2, 203, 101, 2, 1, 32, 32), {"kv_lengths": (101, 0)},
+        BackwardTiles(64, 64, 2, 2, 2, fused=True),
+    ),
+    "blocks of 128": (
+        (2, 260, 260, 2, 2, 32, 32),
+        {"mask": (2, 1, 1, 260), "padded": (150, 0), "window": CAUSAL},
+        BackwardTiles(128, 128, 2, 2, claimed=True),
+    ),
+}  # fmt: skip
+"""Rows without keys in the first or the second sequence, in the middle of tiles."""
+
+
+FILLS = (
+    ("padding on the left, by groups", "mean_passing"),
+    ("in one, of any length", "mean"),
+    ("a whole sequence, wide", "nan_passing"),
+    ("in one, of any length", "mean_passing"),
+    ("padding on the left, by groups", "nan"),
+    ("padding on the left, by groups", "zero"),
+    ("a whole sequence, wide", "mean_passing"),
+    ("blocks of 128", "zero_nan_passing"),
+)
+
+
+@pytest.mark.parametrize(("name", "fill"), first(3, FILLS, several=True))
+def test_what_rows_without_keys_pass_back(name: str, fill: str) -> None:
+    """Gradients of such rows and of their keys, beside those that see some."""
+    shape, case, back = EMPTY[name]
+    if back.fused and not backward_config.fits_backward_widths(back, 32, 32).ok:
+        pytest.skip(f"jax {jax.__version__} cannot add up dq in memory")
+    q, k, v, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
+    given = {n: x for n, x in case.items() if n != "padded"}
+    if "mask" in given:
+        places = np.arange(shape[2])
+        given["mask"] = places >= np.asarray(case["padded"])[:, None, None, None]
+    if "kv_lengths" in given:
+        given["kv_lengths"] = np.asarray(given["kv_lengths"], np.int32)
+    given["empty_rows"] = fill
+    with simulator.simulated():
+        out, residuals = forward_kernel.forward(q, k, v, residuals=True, **given)
+        got = backward_kernel.backward(
+            q, k, v, out=out, residuals=residuals, cotangent=up, config=back, **given
+        )
+    want = wanted(q, k, v, up, given)
+    for which in "qkv":
+        x, exact = np.asarray(got[which], np.float64), np.asarray(want[which])
+        np.testing.assert_array_equal(np.isnan(x), np.isnan(exact), which)
+        there = ~np.isnan(exact)
+        assert error(x[there], exact[there]) <= 3 * LIMITS["bfloat16"], which
 
 
 @pytest.mark.parametrize("name", first(3, PASSING))

@@ -32,12 +32,20 @@ def drawn(count: int, t: int, h: int) -> tuple[np.ndarray, np.ndarray]:
     return whole, up
 
 
-def both_passes(**given: Any) -> list[np.ndarray]:
-    """The result and the gradients of q, k and v."""
+def both_passes(
+    joined: dict[str, Heads] | None = None, **given: Any
+) -> list[np.ndarray]:
+    """The result and the gradients of q, k and v, cut out of an array if joined."""
     up = given.pop("cotangent")
     with simulator.simulated():
         out, residuals = hopper.forward(**given, residuals=True)
-        grads = hopper.backward(**given, out=out, residuals=residuals, cotangent=up)
+        more = {"out": out, "residuals": residuals, "cotangent": up}
+        grads = hopper.backward(
+            **given, **more, **({"joined": joined} if joined else {})
+        )
+    for name, at in (joined or {}).items():
+        assert name not in grads
+        grads[name] = grads["joined"][:, :, at.indices]
     return [out, *(grads[n] for n in "qkv")]
 
 
@@ -53,7 +61,10 @@ def both_passes(**given: Any) -> list[np.ndarray]:
 def test_heads_are_read_where_they_lie(
     packing: str, t: int, h: int, more: dict[str, Any]
 ) -> None:
-    """Bit for bit what separate operands give, which must not be read."""
+    """Bit for bit what separate operands give, which must not be read.
+
+    Gradients are written into one array likewise.
+    """
     count, places = PACKINGS[packing]
     whole, up = drawn(count, t, h)
     cut = {n: whole[:, :, at.indices] for n, at in zip("qkv", places, strict=True)}
@@ -63,7 +74,8 @@ def test_heads_are_read_where_they_lie(
     apart = both_passes(**cut, **given)
     packed = {n: (whole, at) for n, at in zip("qkv", places, strict=True)}
     unread = {n: np.full_like(x, np.nan) for n, x in cut.items()}
-    together = both_passes(**unread, packed=packed, **given)
+    joined = dict(zip("qkv", places, strict=True))
+    together = both_passes(joined, **unread, packed=packed, **given)
     for x, y in zip(apart, together, strict=True):
         np.testing.assert_array_equal(
             np.asarray(x, np.float32), np.asarray(y, np.float32)
@@ -85,3 +97,18 @@ def test_padded_heads_are_cut_out() -> None:
         given = hopper.forward(**cut, scale=0.2, packed=packed)
     assert plain.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(plain, given)
+
+
+def test_some_gradients_lie_in_one_array() -> None:
+    """Those of keys and values alone, or of any two."""
+    q, up = drawn(2, 72, 32)
+    k, v = drawn(2, 72, 32)
+    given = {"q": q, "k": k, "v": v, "scale": 0.2, "cotangent": up}
+    apart = both_passes(**given)
+    first, second = Heads(0, 2, 2, 4), Heads(1, 2, 2, 4)
+    for pair in ("kv", "qv"):
+        got = both_passes(dict(zip(pair, (first, second), strict=True)), **given)
+        for x, y in zip(apart, got, strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(x, np.float32), np.asarray(y, np.float32)
+            )

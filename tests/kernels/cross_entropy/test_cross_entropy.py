@@ -226,9 +226,11 @@ def test_gradients_hold_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("config", BLOCKS)
-@pytest.mark.parametrize("rows", [3, 8, 9])
+@pytest.mark.parametrize(
+    ("rows", "swapped"), [(3, ()), (8, ()), (9, ()), (3, ("w",)), (9, ("w",))]
+)
 def test_results_and_gradients_together(
-    rows: int, config: str, monkeypatch: pytest.MonkeyPatch
+    rows: int, swapped: tuple[str, ...], config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of four rows and a rest, or all at once; eleven classes, padded to 16."""
     monkeypatch.setattr(of_chunks, "DEFAULT", BLOCKS[config])
@@ -238,11 +240,11 @@ def test_results_and_gradients_together(
     x, w, labels, bias = args
     cotangent = jnp.cos(jnp.arange(rows, dtype=jnp.float32))
     more = {"label_smoothing": 0.1, "z_loss": 0.01, "soft_cap": 3.0}
-    out, grads = jax.jit(
-        lambda x, w, bias: xla.together(
-            x=x, w=w, labels=labels, bias=bias, cotangent=cotangent, **more
-        )
-    )(x, w, bias)
+    given = {"labels": labels, "swapped": swapped, **more}
+    both = lambda **own: xla.together(**own, cotangent=cotangent, **given)
+    out, grads = jax.jit(lambda x, w, bias: both(x=x, w=w, bias=bias))(x, w, bias)
+    alone = jax.jit(lambda x, w, bias: xla.forward(x=x, w=w, bias=bias, **given))
+    np.testing.assert_allclose(out, alone(x, w, bias), rtol=1e-6)
     want, back = jax.vjp(lambda x, w, bias: plain(x, w, labels, bias), x, w, bias)
     np.testing.assert_allclose(out, want, rtol=1e-5)
     for name, wanted in zip(("x", "w", "bias"), back(cotangent), strict=True):

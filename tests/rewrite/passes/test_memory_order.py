@@ -129,6 +129,41 @@ def test_what_is_made_here_may_lie_as_the_kernel_likes() -> None:
     assert found(projected, WIDE, PROJECTION, PROJECTION) == [()]
 
 
+HIDDEN, TABLE = shaped(2048, 256), shaped(50257, 256)
+LABELS = jax.ShapeDtypeStruct((2048,), jnp.int32)
+
+
+def loss(x: Any, w: Any, labels: Any) -> jax.Array:
+    logs = jax.nn.log_softmax((x @ w).astype(jnp.float32))
+    return -jnp.take_along_axis(logs, labels[:, None], -1).mean()
+
+
+def tied(x: Any, table: Any, labels: Any) -> jax.Array:
+    return loss(x, table.T, labels)
+
+
+@pytest.mark.parametrize(
+    ("fn", "w", "lies"),
+    [
+        (tied, TABLE, ("w",)),
+        (loss, shaped(256, 50257), ()),
+        (lambda x, w, n: tied(x, jnp.sin(w), n), TABLE, ()),
+    ],
+)
+def test_losses_read_a_table_of_embeddings_as_it_lies(
+    fn: Callable[..., Any], w: Any, lies: tuple[str, ...]
+) -> None:
+    """Also where the loss and its gradients are one equation."""
+    forced = {"linear_cross_entropy": ["hopper", "xla"]}
+    with rewriter.config(target="h100", implementation=forced):
+        for which in (fn, jax.value_and_grad(fn, (0, 1))):
+            program = rewriter.optimize(which).jaxpr(HIDDEN, w, LABELS)
+            (site,) = [e for e in program.eqns if "rewriter_site" in e.primitive.name]
+            kernel = site.params["use"].kernel("cuda")
+            for code in filter(None, (kernel.forward, kernel.together)):
+                assert getattr(code, "keywords", {}).get("swapped", ()) == lies
+
+
 def test_other_kernels_are_told_nothing() -> None:
     fn = rewriter.optimize(heads_first, implementation={"attention": "memory_bounded"})
     q, k, v = (

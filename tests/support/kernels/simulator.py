@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import (
+    averaged_rows,
     backward_inputs,
     backward_kernel,
     backward_of_keys,
@@ -660,7 +661,7 @@ def simulated() -> Iterator[None]:
     kernels = (
         use, forward_kernel, forward_tile, backward_inputs, backward_kernel,
         backward_tiles, backward_of_keys, backward_of_queries, backward_of_sums,
-        backward_of_tables, work_stealing, terms, panels,
+        backward_of_tables, averaged_rows, work_stealing, terms, panels,
     )  # fmt: skip
     with _replaced(kernels, pallas) as patch:
         _count(patch, backward_kernel, work_stealing)

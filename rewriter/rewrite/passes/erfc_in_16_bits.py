@@ -1,0 +1,132 @@
+"""Computes `erfc` of 16-bit numbers by a formula that is as exact as their digits.
+
+    y = erfc x    →    t = 1 / (1 + 0.51 |x|)    y = t · Q(t) · exp(-x²)
+
+Exact GELUs are ``x / 2 · erfc(-x / sqrt 2)``. XLA computes `erfc` in float32 by two
+polynomials and three quotients, and selects one of the results. On a GPU this takes
+twice the time of reading and writing 16-bit numbers. Here there is one polynomial, of
+degree 6. The result differs from `erfc` by at most 1e-6 of its value, also far from 0.
+It is rounded to 5e-4 (float16) or 4e-3 (bfloat16) of its value.
+
+``x < 0`` gives ``2 - y(-x)``. Infinite numbers and NaN give what `erfc` gives.
+
+Source: the form is that of Abramowitz and Stegun, 7.1.26 (1964). The coefficients are
+fitted to ``erfc(x) exp(x²) / t`` for x from 0 to 10, by least squares with weights that
+even out the relative error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from rewriter import _jax
+from rewriter.ops.device import Device
+from rewriter.program.bodies import map_bodies
+from rewriter.program.loops import inserted
+from rewriter.rewrite.passes.flops import is_sized, size
+
+PLATFORMS = frozenset({"cuda"})
+"""Where it is measured to be faster."""
+
+LEAST = 1 << 20
+"""The bytes of the smallest array that is worth it."""
+
+SLOPE = 0.51
+COEFFICIENTS = (
+    0.28791750418403794, 0.2841522887232219, 0.27906629029357405, 0.055052347008625414,
+    0.3584464831610704, -0.35913552916581526, 0.09450017809035385,
+)  # fmt: skip
+"""Of Q, from that of 1 to that of t⁶; `SLOPE` is that of |x| in t."""
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A function of 16-bit numbers that takes fewer operations.
+
+    Attributes:
+        where: The user's line.
+        what: The function: ``"erfc"``.
+    """
+
+    where: str
+    what: str
+
+
+def shorten_erfc(
+    program: ClosedJaxpr, device: Device
+) -> tuple[ClosedJaxpr, tuple[Shortened, ...]]:
+    """Returns a program with shorter `erfc` of 16-bit numbers, and where they are.
+
+    Args:
+        program: A rewritten program; it is returned itself if nothing changes.
+        device: Where it will run.
+    """
+    if device.platform not in PLATFORMS:
+        return program, ()
+    found: list[Shortened] = []
+
+    def change(body: Any) -> Any:
+        chosen = [k for k, eqn in enumerate(body.eqns) if _is_chosen(eqn)]
+        if not chosen:
+            return body
+        eqns: list[Any] = []
+        for k, eqn in enumerate(body.eqns):
+            eqns += _shorter(eqn) if k in chosen else [eqn]
+        found.extend(
+            Shortened(_jax.source_of(body.eqns[k]), body.eqns[k].primitive.name)
+            for k in chosen
+        )
+        return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
+
+    return map_bodies(program, change), tuple(found)
+
+
+def _is_chosen(eqn: Any) -> bool:
+    """Whether an equation is `erfc` of a large array of 16-bit numbers."""
+    if eqn.primitive.name != "erfc":
+        return False
+    (out,) = eqn.outvars
+    return out.aval.dtype.itemsize == 2 and is_sized((out,)) and size(out) >= LEAST
+
+
+def _shorter(eqn: Any) -> list[Any]:
+    fragment = _jax.trace_placed(erfc, [a.aval for a in eqn.invars])
+    made, _ = inserted(fragment, eqn.invars, eqn.source_info)
+    return [*made[:-1], made[-1].replace(outvars=eqn.outvars)]
+
+
+@jax.custom_jvp
+def erfc(x: jax.Array) -> jax.Array:
+    """Returns the complementary error function of 16-bit numbers.
+
+    Args:
+        x: Numbers of any shape, bfloat16 or float16.
+
+    Returns:
+        Numbers of the same shape and dtype, at most 1e-6 of their value beside `erfc`
+        before they are rounded.
+
+    Example:
+        >>> erfc(jnp.array([0, 1, -1, jnp.inf], jnp.bfloat16)).tolist()
+        [1.0, 0.1572265625, 1.84375, 0.0]
+    """
+    wide = x.astype(jnp.float32)
+    t = 1 / (1 + jnp.float32(SLOPE) * jnp.abs(wide))
+    q = jnp.float32(COEFFICIENTS[-1])
+    for c in COEFFICIENTS[-2::-1]:
+        q = q * t + jnp.float32(c)
+    y = t * q * jnp.exp(-wide * wide)
+    return jnp.where(wide < 0, 2 - y, y).astype(x.dtype)
+
+
+@erfc.defjvp
+def _erfc_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    slope = jnp.asarray(-2 / math.sqrt(math.pi), x.dtype)
+    return erfc(x), slope * jnp.exp(-x * x) * dx

@@ -1,0 +1,334 @@
+"""Computes activations again in the backward pass, so that the forward saves fewer.
+
+    forward                               backward
+    x = h·w + b   t = tanh x   a = f(x, t)      reads x and t
+    saves x, a and t                      →     computes t from x again; t is not saved
+
+Differentiation reads what activations compute on their way: `tanh` of a GELU, the
+sigmoid of a SiLU. XLA fuses a cheap value with its readers, but computes an expensive
+one, such as an exponential, once. So the forward pass writes it, and the backward pass
+reads it. Both are bound by memory, and the expensive function takes no time beside it.
+
+A value is read late if at least two products lie between it and its reader. Values that
+are read late are those that are saved. The fewest bytes from which all of them can be
+computed by elementwise functions are a minimum cut, as in `recompute`. Where an
+expensive value is behind the cut, late readers get it computed again from the cut. A
+barrier keeps XLA from merging both computations, as under `jax.checkpoint`.
+
+Values that late products read are saved in any case, and cost nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from rewriter import _jax
+from rewriter.ops.device import Device
+from rewriter.program.bodies import map_bodies
+from rewriter.program.equations import Equations
+from rewriter.program.loops import inserted
+from rewriter.rewrite.passes.flops import is_sized, size
+from rewriter.rewrite.passes.recompute import NEW, is_elementwise
+
+PLATFORMS = frozenset({"cuda"})
+"""Where it is measured to be faster."""
+
+EXPENSIVE = frozenset({
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh",
+    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow",
+    "sin", "sinh", "tan", "tanh",
+})  # fmt: skip
+"""Elementwise functions that XLA does not compute twice of its own accord."""
+
+PRODUCTS = frozenset({
+    "dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated",
+})  # fmt: skip
+"""Primitives that no elementwise function is fused over."""
+
+LATE = 2
+"""The number of products between a value and its late reader."""
+
+LEAST = 4 << 20
+"""The bytes of the smallest array that is worth it."""
+
+MOST = 4
+"""The number of expensive functions of an element that are computed again."""
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Values that the backward pass computes again.
+
+    Attributes:
+        where: The user's line.
+        what: The expensive function, such as ``"tanh"``.
+        bytes: The bytes that the forward pass no longer saves.
+    """
+
+    where: str
+    what: str
+    bytes: int
+
+
+def recompute_activations(
+    program: ClosedJaxpr, device: Device
+) -> tuple[ClosedJaxpr, tuple[Recomputed, ...]]:
+    """Returns a program that computes activations again, and which.
+
+    Args:
+        program: A rewritten program; it is returned itself if nothing changes.
+        device: Where it will run.
+    """
+    if device.platform not in PLATFORMS:
+        return program, ()
+    found: list[Recomputed] = []
+
+    def change(body: Any) -> Any:
+        return _changed(body, found) if any(map(_is_expensive, body.eqns)) else body
+
+    return map_bodies(program, change), tuple(found)
+
+
+def _is_expensive(eqn: Any) -> bool:
+    """Whether an equation is a function that XLA computes once, of a large array."""
+    large = is_sized(eqn.outvars) and max(map(size, eqn.outvars), default=0) >= LEAST
+    return large and bool(_function_of(eqn))
+
+
+def _function_of(eqn: Any) -> str:
+    """The expensive function of an equation, or of an elementwise call; else empty."""
+    if eqn.primitive.name in EXPENSIVE:
+        return str(eqn.primitive.name)
+    if _jax.call_kind(eqn) not in ("call", "custom") or not is_elementwise(eqn):
+        return ""
+    return next(filter(None, map(_function_of, _jax.call_body(eqn).eqns)), "")
+
+
+# ------------------------------------------------------------------- what is read late
+@dataclass(frozen=True, eq=False)
+class _Late:
+    """The values of a body that are read late.
+
+    Attributes:
+        around: The body's equations.
+        readers: By value, the positions of its late readers.
+        saved: Those that are saved in any case.
+        early: Values that the forward pass needs too. XLA computes others late anyway.
+        depth: By value, the most products that one after the other lead to it.
+    """
+
+    around: Equations
+    readers: Mapping[Any, list[int]]
+    saved: Set[Any]
+    early: Set[Any]
+    depth: Mapping[Any, int]
+
+    @classmethod
+    def of(cls, around: Equations) -> _Late:
+        depth: dict[Any, int] = {}
+        readers: dict[Any, list[int]] = {}
+        saved = {a for a in around.outs if not _jax.is_literal(a)}
+        for k, eqn in enumerate(around.eqns):
+            inputs = _vars(eqn)
+            fused = is_elementwise(eqn)
+            after = max((depth.get(a, 0) for a in inputs), default=0)
+            here = after + (not fused and _is_product(eqn))
+            depth.update(dict.fromkeys(eqn.outvars, here))
+            for value in inputs:
+                if after - depth.get(value, 0) < LATE:
+                    continue
+                if fused:
+                    readers.setdefault(value, []).append(k)
+                else:
+                    saved.add(value)
+        return cls(around, readers, saved, _early(around, readers), depth)
+
+
+def _early(around: Equations, late: Mapping[Any, list[int]]) -> set[Any]:
+    """The values that are read, but not only late, or for a value that is."""
+    early = {a for a in around.outs if not _jax.is_literal(a)}
+    places = {(k, v) for v, ks in late.items() for k in ks}
+    for k in reversed(range(around.end)):
+        eqn = around.eqns[k]
+        if not early.isdisjoint(eqn.outvars) or not is_elementwise(eqn):
+            early.update(v for v in _vars(eqn) if (k, v) not in places)
+    return early
+
+
+def _is_product(eqn: Any) -> bool:
+    """Whether an equation multiplies matrices, or may do so in a body."""
+    return eqn.primitive.name in PRODUCTS or bool(_jax.call_kind(eqn))
+
+
+# ----------------------------------------------------------------- what is saved of it
+@dataclass(frozen=True, eq=False)
+class _Region:
+    """Values that are read late, with all that they are cheaply computed from.
+
+    Attributes:
+        wanted: Those that are read late.
+        makers: By value, the cheap equation that makes it, in the body's order.
+    """
+
+    wanted: Sequence[Any]
+    makers: Mapping[Any, Any]
+
+
+def _regions(late: _Late) -> Iterable[_Region]:
+    """Yields the regions that share no equation; only those that are expensive."""
+    import networkx  # slow to import; most programs have no expensive function
+
+    around, graph = late.around, networkx.Graph()
+    todo, seen = list(late.readers), set(late.readers)
+    while todo:
+        value = todo.pop()
+        if not _is_fused(around.maker(value)):
+            continue
+        graph.add_node(value)
+        for operand in _vars(around.maker(value)):
+            if _is_fused(around.maker(operand)):
+                graph.add_edge(operand, value)
+            if operand not in seen:
+                seen.add(operand)
+                todo.append(operand)
+    for values in networkx.connected_components(graph):
+        ordered = sorted(values, key=around.made_at)
+        makers = {v: around.maker(v) for v in ordered}
+        if any(map(_is_expensive, makers.values())):
+            read = {v for e in makers.values() for v in _vars(e)} | values
+            wanted = [v for v in late.readers if v in read]
+            yield _Region(wanted, makers)
+
+
+def _is_fused(maker: Any) -> bool:
+    """Whether XLA fuses the equation that makes a value with the value's readers."""
+    return maker is not None and is_elementwise(maker) and is_sized(maker.outvars)
+
+
+def _vars(eqn: Any) -> list[Any]:
+    return [a for a in eqn.invars if not _jax.is_literal(a)]
+
+
+def _cut(late: _Late, region: _Region) -> frozenset[Any]:
+    """The values with the fewest bytes from which all wanted ones are computed."""
+    import networkx
+
+    graph = networkx.DiGraph()
+    for value in region.wanted:
+        graph.add_edge((value, "out"), "end")
+    todo, seen = list(region.wanted), set(region.wanted)
+    while todo:
+        value = todo.pop()
+        weight = 100 * size(value)
+        if value in late.saved:
+            weight = 0
+        elif value not in late.readers:
+            weight = int(NEW * weight)
+        graph.add_edge((value, "in"), (value, "out"), capacity=weight)
+        maker = region.makers.get(value)
+        if maker is None:
+            graph.add_edge("start", (value, "in"))
+            continue
+        for operand in _vars(maker):
+            graph.add_edge((operand, "out"), (value, "in"))
+            if operand not in seen:
+                seen.add(operand)
+                todo.append(operand)
+    if "start" not in graph:
+        return frozenset()
+    _, (near, _) = networkx.minimum_cut(graph, "start", "end")
+    return frozenset(v for v in seen if (v, "in") in near and (v, "out") not in near)
+
+
+# ------------------------------------------------------------------ what is read again
+@dataclass(frozen=True, eq=False)
+class _Again:
+    """Equations to repeat before the first late reader.
+
+    Attributes:
+        given: The values that they read, and that are saved.
+        eqns: The equations.
+        readers: By value that is computed again, the positions of its late readers.
+    """
+
+    given: tuple[Any, ...]
+    eqns: tuple[Any, ...]
+    readers: Mapping[Any, list[int]]
+
+
+def _again(late: _Late, region: _Region) -> _Again | None:
+    """Returns what to compute again in a region; None if that saves nothing."""
+    cut = _cut(late, region)
+    costly: set[Any] = set()
+    for value, maker in region.makers.items():
+        behind = value not in cut and value not in late.saved
+        first = _is_expensive(maker) and not late.early.isdisjoint(maker.outvars)
+        if behind and (first or not costly.isdisjoint(_vars(maker))):
+            costly.add(value)
+    readers = {v: late.readers[v] for v in region.wanted if v in costly}
+    needed, given, positions = set(readers), dict[Any, None](), set[int]()
+    for value, maker in reversed(region.makers.items()):
+        if value not in needed or value in cut:
+            continue
+        positions.add(late.around.made_at(value))
+        needed.update(_vars(maker))
+        given |= {a: None for a in _vars(maker) if a in cut or a not in region.makers}
+    eqns = tuple(late.around.eqns[k] for k in sorted(positions))
+    if not 0 < sum(map(_is_expensive, eqns)) <= MOST:
+        return None
+    if not any(late.depth.get(v) and size(v) >= LEAST for v in given):
+        return None  # a table, such as that of a rotary embedding
+    return _Again(tuple(given), eqns, readers)
+
+
+def _changed(body: Any, found: list[Recomputed]) -> Any:
+    """A body whose late readers read values that are computed again."""
+    late = _Late.of(Equations(body))
+    before: dict[int, list[Any]] = {}
+    instead: dict[int, dict[Any, Any]] = {}
+    for region in _regions(late):
+        again = _again(late, region)
+        if again is None:
+            continue
+        made, results = _repeated(again)
+        known = 1 + max(map(late.around.made_at, again.given))
+        places = [(k, v) for v, ks in again.readers.items() for k in ks if k >= known]
+        if not places:
+            continue
+        before.setdefault(min(k for k, _ in places), []).extend(made)
+        for k, value in places:
+            instead.setdefault(k, {})[value] = results[value]
+        found += [
+            Recomputed(_jax.source_of(e), _function_of(e), size(e.outvars[0]))
+            for e in again.eqns
+            if _is_expensive(e) and not late.early.isdisjoint(e.outvars)
+        ]
+    if not before:
+        return body
+    eqns = []
+    for k, eqn in enumerate(body.eqns):
+        eqns += before.get(k, ())
+        eqns.append(_jax.reading(eqn, instead.get(k, {})))
+    return _jax.with_equations(body, eqns, late.around.outs)
+
+
+def _repeated(again: _Again) -> tuple[list[Any], dict[Any, Any]]:
+    """New equations that repeat others behind a barrier, and the values they make."""
+    fragment = _jax.trace_placed(
+        lambda *given: jax.lax.optimization_barrier(given),
+        [a.aval for a in again.given],
+    )
+    source = again.eqns[0].source_info
+    eqns, behind = inserted(fragment, again.given, source)
+    values = dict(zip(again.given, behind, strict=True))
+    for eqn in again.eqns:
+        ins = [a if _jax.is_literal(a) else values[a] for a in eqn.invars]
+        outs = [_jax.new_var(v.aval) for v in eqn.outvars]
+        values.update(zip(eqn.outvars, outs, strict=True))
+        eqns.append(eqn.replace(invars=ins, outvars=outs))
+    return eqns, values
