@@ -668,7 +668,7 @@ def simulated() -> Iterator[None]:
         patch.setattr(pallas, "wait_for_turn", _wait_for_turn)
         patch.setattr(pallas, "pass_turn", _pass_turn)
         _replace_shims(patch)
-        patch.setattr(backward_kernel, "if_any", _if_any)
+        patch.setattr(backward_kernel, "complete_if_any_empty", _if_any)
         yield
 
 
