@@ -25,8 +25,8 @@ _FOLDERS = {
     ),
     "algebra": "formula emit template normal_form canonicalize",
     "find": (
-        "sieve finder region reading anew=emitted_anew stacked match check "
-        "reference declared bindings pattern"
+        "sieve finder region reading anew=recomputable stacked=sliced_operands match "
+        "check reference declared bindings pattern"
     ),
     "gradients": "backward_place standing=insertion_point",
     "site": (
@@ -36,8 +36,8 @@ _FOLDERS = {
     "measure": (
         "key measurement decision stored=serialized schema tuned cache sources "
         "whole=program_key programs inputs candidate times race isolate "
-        "autotune static_cost oracle as_written leaves=region_inputs "
-        "whole_race=end_to_end_race least_time remains=still_needed"
+        "autotune static_cost oracle as_written=original_region leaves=region_inputs "
+        "whole_race=end_to_end_race least_time remains=live_products"
     ),
     "verification": (
         "rounding deciding=decision_inputs probes judge compare checked=check_sites"
@@ -51,7 +51,8 @@ _FOLDERS = {
         "sums_of_parts=adds_into_shards"
     ),
     "choose": (
-        "choose choose_sum choose_ring special_form parts=composite planner placing"
+        "choose choose_sum=residual_add_cost choose_ring special_form parts=composite "
+        "planner placing=number_sites"
     ),
     "reports": "report draw",
     "run": "pipeline analysis deferred optimize tune verify export",
@@ -136,9 +137,18 @@ class _OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return f"{self.paths[parent]}.{last}" if parent in self.paths else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leaves the module as it is: it ran under its new path."""
-        if module.__spec__ is not None:
-            module.__spec__ = module.__spec__.loader_state
+        """Leaves the module as it is: it ran under its new path.
+
+        Old paths below it are entered at once. Importing one later would set it as an
+        attribute of this very module, in place of another one of its name.
+        """
+        if module.__spec__ is None:
+            return
+        below = f"{module.__spec__.name}."
+        module.__spec__ = module.__spec__.loader_state
+        for old, new in self.paths.items():
+            if old.startswith(below) and old not in sys.modules:
+                sys.modules[old] = importlib.import_module(new)
 
 
 def keep_old_paths(package: str) -> None:

@@ -39,7 +39,7 @@ class TraceError(RewriterError):
 
 
 class NotTraceable(RewriterError, TypeError):
-    """What was given is nothing that ``jax.jit`` takes; a TypeError there too."""
+    """``jax.jit`` does not take what was given; it raises a TypeError there too."""
 
 
 class UnknownPattern(RewriterError):

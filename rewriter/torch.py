@@ -35,7 +35,7 @@ from rewriter.torch_modules.program import (
     State,
     called,
     function_of,
-    put_back,
+    restore,
     state_of,
     tensors_of,
 )
@@ -184,7 +184,7 @@ class OptimizedModule(torch.nn.Module):
         found, returned, changed = self._fast(
             call, state, key, [*map(array_of, tensors)]
         )
-        put_back(self.original, changed)
+        restore(self.original, changed)
         view = torchax().interop.torch_view if here else tensor_of
         return returned.structure.joined([*map(view, found)])
 
@@ -195,7 +195,7 @@ class OptimizedModule(torch.nn.Module):
         state, arrays = state_of(self.original), [*map(array_of, tensors)]
         which = tuple(map(_requires_grad, tensors))
         made = self._vjp(which, call, state, key, arrays)
-        put_back(self.original, made.changed)
+        restore(self.original, made.changed)
         read = self._read(self._fast, made.kinds, which, call, state, key, arrays)
         floats = iter(recorded(made, [*state.params], read, differentiated))
         others = iter(map(tensor_of, made.others))
@@ -230,7 +230,7 @@ class OptimizedModule(torch.nn.Module):
 
     def load(self, state: State) -> None:
         """Gives the module's parameters and buffers the numbers of arrays."""
-        put_back(self.original, {**state.params, **state.buffers})
+        restore(self.original, {**state.params, **state.buffers})
 
     def apply_to(
         self, state: State, *args: Any, key: jax.Array | None = None, **kwargs: Any

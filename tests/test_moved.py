@@ -41,3 +41,13 @@ def test_old_paths_work_in_a_fresh_process():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False)
     assert done.returncode == 0
+
+
+def test_old_paths_leave_modules_of_their_last_name_alone():
+    """Two modules had one name, below packages that are one package now."""
+    from rewriter.kernels.ragged import dot
+
+    new = importlib.import_module("rewriter.kernels.ragged.dot.hopper")
+    old = importlib.import_module("rewriter.kernels.ragged.quantized_dot.hopper")
+    assert old is not new
+    assert dot.hopper is new

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.cudnn_limits import traced_on
-from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES, passed
+from rewriter.kernels.attention.empty_rows import AVERAGED, NAN, PASSES, passed
 from rewriter.kernels.attention.estimate import (
     FULL_WIDTH,
     SMALL,

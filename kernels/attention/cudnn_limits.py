@@ -1,4 +1,4 @@
-"""What JAX's call of cuDNN takes on a GPU that is not here.
+"""Limits of JAX's call of cuDNN on a GPU that is not here.
 
 JAX checks the compute capability of the GPU and the version of cuDNN while it traces
 the call, on the GPU's own machine alone. These are the same checks of a stated device.

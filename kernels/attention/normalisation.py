@@ -1,4 +1,4 @@
-"""What divides weights that are no softmax: a function of their sum.
+"""The divisor of weights that are no softmax: a function of their sum.
 
 Sigmoid attention takes ``sigmoid(scores)`` as weights, ReLU attention ``relu(scores)``.
 Both may be divided by a function of a query's sum of weights::

@@ -13,6 +13,7 @@ from rewriter.kernels.attention.reference import (
 from rewriter.kernels.attention.scored_form import scored_form
 from rewriter.kernels.attention.sharding import sharding
 from rewriter.kernels.attention.stored_form import stored_keys_form
+from rewriter.kernels.attention.words import WORDS, has_zero_rows, note
 from rewriter.ops.op import Op, Operand
 
 _TABLE = "b|1 n|1 t|1 s|1"
@@ -24,15 +25,22 @@ OP = Op(
         Operand("k", "b s k h", True, "Keys."),
         Operand("v", "b s k e", True, "Values."),
         Operand("bias", _TABLE, doc="Added to the scores after scale and softcap."),
-        Operand("mask", _TABLE, doc="bool: True keeps."),
+        Operand("mask", _TABLE, doc="bool: True keeps.",
+                summary="a boolean mask over keys",
+                instead="a mask that is computed from segments, lengths or positions "
+                "needs no such array"),
         Operand("q_segments", "b|1 t", doc="int: queries see keys of equal segments."),
-        Operand("kv_segments", "b|1 s", doc="int: the keys' segments."),
-        Operand("kv_lengths", "b|1", doc="int: keys `s < length` are seen."),
-        Operand("offset", "b|1", doc="int: added to the positions of queries."),
+        Operand("kv_segments", "b|1 s", doc="int: the keys' segments.",
+                summary="keys of the same segment"),
+        Operand("kv_lengths", "b|1", doc="int: keys `s < length` are seen.",
+                summary="keys up to a length"),
+        Operand("offset", "b|1", doc="int: added to the positions of queries.",
+                summary="positions at an offset"),
         Operand("prefix", "b|1", doc="int: keys `s < prefix` are seen whatever the "
-                "window."),
+                "window.", summary="a prefix that all rows see"),
         Operand("kv_positions", "b|1 s", doc="int: the keys' positions, which those of "
-                "the next two are compared with; they may be in any order."),
+                "the next two are compared with; they may be in any order.",
+                summary="positions of keys from an array"),
         Operand("first_position", "b|1 t", doc="int: queries see keys at positions "
                 "from this one on."),
         Operand("last_position", "b|1 t", doc="int: queries see keys at positions up "
@@ -54,6 +62,9 @@ OP = Op(
         "empty_rows": "nan", "out_dtype": None,
     },
     parallel="b",
+    words=WORDS,
+    note=note,
+    has_zero_rows=has_zero_rows,
     tiled="h e",
     cost=cost,
     distributions=distributions,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES, PASSING
+from rewriter.kernels.attention.empty_rows import AVERAGED, NAN, PASSES, PASSING
 from rewriter.kernels.attention.overflow import overflows
 from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.shared.contraction import contraction
@@ -126,7 +126,7 @@ def reference(
         shift: A static part of the offset.
         softcap: ``c * tanh(scores / c)``.
         empty_rows: What a row that sees no key gives, and what it passes back to the
-            scores: one of the names in `rewriter.kernels.attention.empty`.
+            scores: one of the names in `rewriter.kernels.attention.empty_rows`.
         unshifted: The dtype of the program's exponentials, if it takes them of scores
             without their maximum. Rows whose exponentials all vanish, or whose sum
             overflows, are then NaN, and so are their gradients.

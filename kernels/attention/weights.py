@@ -1,4 +1,4 @@
-"""How exactly a program multiplies float32 numbers, and its weights with v.
+"""The precision of a program's float32 products, and of its weights times v.
 
 Most programs round weights to v's 16 bits, or round the result to 16 bits, which is as
 coarse. Some do neither: weights of float32 times v, and a result of float32. Their

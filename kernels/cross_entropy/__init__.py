@@ -8,7 +8,7 @@ from rewriter.kernels.cross_entropy import xla
 from rewriter.kernels.cross_entropy.cost import cost
 from rewriter.kernels.cross_entropy.reference import reference, sample
 from rewriter.kernels.cross_entropy.sharding import sharding
-from rewriter.ops.op import Op, Operand
+from rewriter.ops.op import Op, Operand, unsaid
 
 OP = Op(
     name="cross_entropy",
@@ -30,6 +30,9 @@ OP = Op(
     parallel="...",
     cost=cost,
     sharding=sharding,
+    words=dict.fromkeys(
+        ("outside", "of_log_probabilities", "whole_slopes", "nan_at"), unsaid
+    ),
 )  # fmt: skip
 
 KERNELS = (xla.KERNEL,)

@@ -34,7 +34,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Form:
-    """What is known of all rows when the kernel is compiled.
+    """Facts about all rows that are known when the kernel is compiled.
 
     Attributes:
         end: The column behind the last logit; columns from there on are padding.

@@ -33,7 +33,7 @@ class Slopes:
 
 @dataclass(frozen=True)
 class Loss:
-    """How the loss of a row is made of its logits y, one for each of its `classes`.
+    """The loss of a row as a function of its logits y, one for each of its `classes`.
 
     With l the log-sum-exp of y, p = y[label] and s the `label_smoothing`, it is
     ``(1 - s) · (l - p) + s · (l - mean y) + z_loss · l²``.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.embedding import counted, in_order, xla
+from rewriter.kernels.embedding import consecutive_ids, in_order, xla
 from rewriter.kernels.embedding.cost import cost, of_lookup
 from rewriter.kernels.embedding.lookup import NAME as LOOKUP
 from rewriter.kernels.embedding.reference import looked_up, reference, sample
 from rewriter.kernels.embedding.sharding import of_sums
-from rewriter.ops.op import Op, Operand
+from rewriter.ops.op import Op, Operand, unsaid
 
 SUMS = Op(
     name="embedding",
@@ -22,6 +22,7 @@ SUMS = Op(
     sample=sample,
     defaults={"outside": "drop", "start": 0, "period": 0},
     parallel="...",
+    words={"outside": unsaid},
     cost=cost,
     sharding=of_sums,
 )  # fmt: skip
@@ -38,6 +39,7 @@ TAKEN = Op(
     sample=sample,
     defaults={"outside": "nan", "start": 0, "period": 0, "count": 0},
     parallel="...",
+    words={"outside": unsaid},
     cost=of_lookup,
     sharding=lambda params: None,
     found_on=("cuda", "rocm"),
@@ -45,4 +47,4 @@ TAKEN = Op(
 
 OPS = (SUMS, TAKEN)
 
-KERNELS = (*counted.KERNELS, *xla.KERNELS, *in_order.KERNELS)
+KERNELS = (*consecutive_ids.KERNELS, *xla.KERNELS, *in_order.KERNELS)

@@ -1,10 +1,11 @@
-"""Which uses the kernels support: real numbers, known sizes, one kind of ids."""
+"""Limits of the kernels: real numbers, known sizes, one kind of ids."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ MOST = 1 << 31
 def rows_to_add(spec: Spec) -> Verdict:
     """Returns whether a use of the op of sums has rows that can be added."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     *lead, m, _ = spec.shape("rows")
     return _numbers(spec, "rows", math.prod(lead) * max(spec.param("size"), m))
 
@@ -27,7 +28,7 @@ def rows_to_add(spec: Spec) -> Verdict:
 def table_to_read(spec: Spec) -> Verdict:
     """Returns whether a use of the op of lookups has a table that can be added to."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     return _numbers(spec, "table", math.prod(spec.shape("table")[:-1]))
 
 

@@ -17,6 +17,8 @@ from rewriter.ops.activations import (
     clipped_by_choice,
 )
 from rewriter.ops.slopes import Slopes, with_slopes
+from rewriter.ops.spec import Spec
+from rewriter.support.verdict import Verdict, no
 
 Rows = Mapping[str, jax.Array]
 """Some rows of ``x``, and of ``rows_gate`` and ``rows_up`` if present."""
@@ -148,3 +150,9 @@ def combine(
     gate = with_slopes(lambda y: chosen(within(y, clip_gate), beta), slopes)(gate)
     up = with_slopes(lambda y: within(y, clip_up), slopes_up)(up)
     return gate * (up + up_shift if up_shift else up)
+
+
+def refused_addends(spec: Spec) -> list[Verdict]:
+    """Returns the refusals of arrays that are added to each row of a branch."""
+    text = "addends for each row of a branch are not supported"
+    return [no(name, text) for name in ("rows_gate", "rows_up") if spec.has(name)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit import xla
-from rewriter.kernels.gated_linear_unit.branches import Use, combine
+from rewriter.kernels.gated_linear_unit.branches import Use, combine, refused_addends
 from rewriter.kernels.gated_linear_unit.memory import temporary
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import Tiles
@@ -21,6 +21,7 @@ from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import known_sizes
 from rewriter.ops.kernel import Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -33,18 +34,14 @@ NAME = "gated_linear_unit"
 
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: 16 bits, k and f multiples of 64."""
-    if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
-    base = xla.supports(spec)
+    base = known_sizes(spec, xla.supports)
     if not base.ok:
         return base
     found = [YES, ragged_dot.supports(part_of(spec))]
     if spec.dtype("w_up") != spec.dtype("x"):
         text = f"w_up is {spec.dtype('w_up')}, and x {spec.dtype('x')}"
         found.append(no("dtype", text))
-    for name in ("rows_gate", "rows_up"):
-        if spec.has(name):
-            found.append(no(name, "addends for each row of a branch are not supported"))
+    found += refused_addends(spec)
     return all_of(*found, gated_tiles.computes(str(spec.param("activation"))))
 
 

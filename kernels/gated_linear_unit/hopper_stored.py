@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit import stored
-from rewriter.kernels.gated_linear_unit.branches import combine
+from rewriter.kernels.gated_linear_unit.branches import combine, refused_addends
 from rewriter.kernels.gated_linear_unit.op import STORED
 from rewriter.kernels.gated_linear_unit.stored_form import ADDED
 from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot
@@ -28,6 +28,7 @@ from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.kernels.shared.rounding import InFloat32, in_float32
 from rewriter.ops.kernel import Speed
 from rewriter.ops.stored import usual_steps
@@ -63,7 +64,7 @@ def part_of(spec: Spec) -> Spec:
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: 16-bit rows, 8-bit numbers."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     found = [
         stored.supports(spec),
         ragged_dot.supports(part_of(spec)),
@@ -76,9 +77,7 @@ def supports(spec: Spec) -> Verdict:
     if spec.has("w_up") and spec.dtype("w_up") != spec.dtype("w_gate"):
         text = f"w_up is {spec.dtype('w_up')}, and w_gate {spec.dtype('w_gate')}"
         found.append(no("dtype", text))
-    for name in ("rows_gate", "rows_up"):
-        if spec.has(name):
-            found.append(no(name, "addends for each row of a branch are not supported"))
+    found += refused_addends(spec)
     groups = {_groups(spec, w, what) for w in ("w_gate", "w_up") for what in ADDED}
     for z in groups - {1}:
         if (size := spec.shape("x")[-1] // z) % STEP:
@@ -104,7 +103,7 @@ def _added(spec: Spec) -> tuple[bool, bool]:
 
 @dataclass(frozen=True)
 class Steps:
-    """How the kernel computes the steps of both matrices.
+    """The steps of both matrices, as the kernel computes them.
 
     Attributes:
         within: What it computes while it widens numbers.
@@ -183,7 +182,7 @@ def forward(
         config: The tiles; their columns are those of both branches.
         **joining: How `combine` joins the branches.
     """
-    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper import widen
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
     del precision
@@ -206,7 +205,7 @@ def forward(
     (out,) = combined(
         NAME, x.reshape(rows, -1), branches, f, None, [join],
         jnp.dtype(out_dtype or x.dtype), config or Tiles(),
-        matrices=functools.partial(narrow.side, steps=steps),
+        matrices=functools.partial(widen.side, steps=steps),
     )  # fmt: skip
     out = out.reshape(*x.shape[:-1], f)
     return (out, ()) if residuals else out

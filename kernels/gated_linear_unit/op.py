@@ -5,7 +5,7 @@ from __future__ import annotations
 from rewriter.kernels.gated_linear_unit.cost import cost
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
 from rewriter.kernels.gated_linear_unit.stored_form import unit_of_stored
-from rewriter.ops.op import Op, Operand, Sharding, Stored
+from rewriter.ops.op import Op, Operand, Sharding, Stored, unsaid
 from rewriter.ops.slopes import params_once_differentiated
 from rewriter.ops.stored import FEW_BITS
 
@@ -38,6 +38,7 @@ OP = Op(
     cost=cost,
     sharding=lambda params: Sharding(frozenset({"...", "f"})),
     differentiated=params_once_differentiated,
+    words={"activation": str, "slopes": unsaid, "slopes_up": unsaid},
 )  # fmt: skip
 
 STORED = unit_of_stored(

@@ -1,4 +1,4 @@
-"""How many logits are held at once, and the loops over rows and classes.
+"""Loops over chunks of rows and classes, and the number of logits held at once.
 
 Logits are an array of rows and classes. A block has some of the rows. A chunk has some
 of the classes of a block.
@@ -184,7 +184,7 @@ def equal(n: int, most: int) -> int:
     return min(-(-size // EVEN) * EVEN, most)
 
 
-def of_held(classes: int, config: Chunk) -> int:
+def classes_held(classes: int, config: Chunk) -> int:
     """Classes of a chunk of logits that are held, to form gradients of."""
     return equal(classes, max(classes // COLUMNS, config.least))
 

@@ -1,4 +1,4 @@
-"""What makes logits of rows: weights, a bias, a scale and a soft cap."""
+"""The head that turns rows into logits: weights, a bias, a scale and a soft cap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rewriter.kernels.shared.products import unturned
 
 @dataclass(frozen=True)
 class Head:
-    """What makes logits of rows, for all classes or some.
+    """The function from rows to logits, for all classes or some.
 
     Attributes:
         w: The weights, [k, v], or [v, k] if they are `turned`.

@@ -24,9 +24,10 @@ from rewriter.kernels.linear_cross_entropy.estimate import (
     margin,
 )
 from rewriter.kernels.linear_cross_entropy.head import Head
-from rewriter.kernels.linear_cross_entropy.reduced import Reduced, of_product
+from rewriter.kernels.linear_cross_entropy.row_statistics import Reduced, of_product
 from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import known_sizes
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.sizes import size_text
@@ -44,9 +45,7 @@ multiprocessor, and the L2 cache holds the rows of all."""
 
 def supports(spec: Spec) -> Verdict:
     """Takes plain logits of known sizes: no bias, and no soft cap."""
-    if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
-    base = xla.supports(spec)
+    base = known_sizes(spec, xla.supports)
     if not base.ok:
         return base
     found = [YES]

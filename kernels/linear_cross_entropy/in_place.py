@@ -20,7 +20,7 @@ from rewriter.kernels.cross_entropy.xla import gradient
 from rewriter.kernels.linear_cross_entropy import chunks
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.head import Head
-from rewriter.kernels.linear_cross_entropy.reduced import reduced
+from rewriter.kernels.linear_cross_entropy.row_statistics import reduced
 
 
 def takes(head: Head, count: int, classes: int) -> bool:

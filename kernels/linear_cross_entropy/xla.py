@@ -30,7 +30,7 @@ from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.estimate import estimate, margin
 from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.kernels.linear_cross_entropy.memory import temporary
-from rewriter.kernels.linear_cross_entropy.reduced import (
+from rewriter.kernels.linear_cross_entropy.row_statistics import (
     Reduced,
     of_product,
     reduced,
@@ -86,7 +86,7 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done with the product [n, v] of a block of rows.
+    """Functions of the product [n, v] of a block of rows.
 
     Attributes:
         reduced: Gives log-sum-exps, picked logits and sums of logits, as `of_product`.
@@ -343,7 +343,7 @@ def together(
         out, saved = forward(**own, residuals=True)
         given = {"out": None, "residuals": saved, "cotangent": cotangent}
         return out, backward(**own, **given)
-    columns = classes if config.whole else chunks.of_held(classes, config)
+    columns = classes if config.whole else chunks.classes_held(classes, config)
     added = rows < count
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:

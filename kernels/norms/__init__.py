@@ -11,7 +11,7 @@ from rewriter.kernels.norms import hopper, tpu, xla
 from rewriter.kernels.norms.cost import cost
 from rewriter.kernels.norms.forms import CENTRED
 from rewriter.kernels.norms.reference import reference, sample
-from rewriter.ops.op import Op, Operand
+from rewriter.ops.op import Op, Operand, unsaid
 
 
 def _op(name: str) -> Op:
@@ -38,6 +38,7 @@ def _op(name: str) -> Op:
         defaults={"eps": 0.0, "out_dtype": None}
         | ({"of_squares": False} if centred else {}),
         parallel="...",
+        words={"of_squares": unsaid},
         cost=functools.partial(cost, centred=centred),
     )
 

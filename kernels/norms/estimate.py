@@ -5,7 +5,7 @@ tuned_h200.json``): 0.7 to 0.9 of the bandwidth forward. With gradients XLA took
 0.8 to 1.2 of the kernel's time, without a pattern by shape, so they count as equal.
 
 The kernel for Hopper GPUs `adds_to` x. The gain from a fused addition is not included
-here; see `rewriter.choose.choose_sum`.
+here; see `rewriter.choose.residual_add_cost`.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from rewriter.kernels.norms.hopper_config import (
 )
 from rewriter.kernels.norms.memory import temporary
 from rewriter.kernels.shared.hopper import by_estimate, importable, processors, runs_on
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -46,7 +47,7 @@ MOST = 1 << 31
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: columns a multiple of 128."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     shape, found = spec.shape("x"), refusals(spec, DTYPES)
     if shape and 0 not in shape and shape[-1] % LANES:
         found.append(no("width", f"rows of {shape[-1]}, not a multiple of {LANES}"))

@@ -17,6 +17,7 @@ from rewriter.kernels.norms import by_rows
 from rewriter.kernels.norms.by_rows import Call
 from rewriter.kernels.norms.estimate import estimate
 from rewriter.kernels.norms.forms import kernels, refusals
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.ops import tpu
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Limits, Space, Speed, Traits
@@ -138,7 +139,7 @@ def _items(spec: Spec) -> int:
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: bfloat16 or float32 rows."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     found = refusals(spec, DTYPES)
     if found:
         return all_of(*found)

@@ -26,6 +26,7 @@ from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.shared.hopper import PROCESSORS, by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.kernels.shared.rounding import ROUND, in_float32
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import usual_steps
@@ -76,7 +77,7 @@ def part_of(spec: Spec) -> Spec:
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: 16-bit rows, 8-bit or int4 numbers."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     base = ragged_dot.supports(part_of(spec))
     if not base.ok:
         return base
@@ -186,7 +187,7 @@ def forward(
         config: The tiles.
         **given: The fields of `Use`.
     """
-    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper import widen
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
@@ -209,7 +210,7 @@ def forward(
     (out,) = combined(
         NAME, lhs, [branch], n, None, [lambda product: product],
         dtype if direct else jnp.dtype(jnp.float32), config, use.transposed,
-        functools.partial(narrow.side, steps=steps), parts,
+        functools.partial(widen.side, steps=steps), parts,
     )  # fmt: skip
     if not direct:
         out = out.reshape(parts, rows, n).sum(0) if parts > 1 else out

@@ -17,7 +17,7 @@ from rewriter.support.verdict import Verdict
 
 @dataclass(frozen=True)
 class Kind:
-    """What kernels of one compiler have in common.
+    """Defaults that kernels of one compiler share.
 
     Attributes:
         fields: Fields of `Kernel`, `Limits` and `Traits`, by name.

@@ -1,4 +1,4 @@
-"""What models of temporary memory have in common: they hold on NVIDIA GPUs alone."""
+"""Shared code of the models of temporary memory, which hold on NVIDIA GPUs alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels for TPUs have in common: the dtypes and precisions of products."""
+"""Limits that kernels for TPUs share: dtypes, and precisions of products."""
 
 from __future__ import annotations
 

@@ -93,7 +93,11 @@ class Claims:
             i, steps, index, numbers = carry
             steps = body(i, steps, index, numbers)
             place = lax.rem(i, jnp.int32(PLACES))
-            return i + 1, steps, *(self.claim(place) if copies else self.hear(place))
+            return (
+                i + 1,
+                steps,
+                *(self.claim(place) if copies else self.read_claim(place)),
+            )
 
         first = lax.axis_index(pallas_gpu.PROGRAM)
         start = jnp.int32(0), steps, first, self.read(first)
@@ -111,7 +115,7 @@ class Claims:
         plgpu.barrier_arrive(x["listed"].at[place])
         return index, numbers
 
-    def hear(self, place: Any) -> tuple[Any, tuple[Any, ...]]:
+    def read_claim(self, place: Any) -> tuple[Any, tuple[Any, ...]]:
         """Returns the tile that was claimed."""
         x = self.shared
         plgpu.barrier_wait(x["listed"].at[place])

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from rewriter.algebra.canonicalize import TRANSPARENT
 from rewriter.find.finder import Finder
-from rewriter.program.counted import LOOPS, counted
+from rewriter.program.counted_loops import LOOPS, counted
 from rewriter.program.graph import Node
-from rewriter.program.skipped import branch_results
+from rewriter.program.skipped_steps import branch_results
 
 LIMIT = 600
 CANDIDATES = 4

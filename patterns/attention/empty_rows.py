@@ -33,7 +33,7 @@ from rewriter.patterns.attention.row_values import (
     is_large_number,
     mixed,
 )
-from rewriter.program.counted import LOOPS
+from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Node
 
 COMBINATIONS = 128  # the most conditions of a mask; every case without a key is tried
@@ -48,7 +48,7 @@ _SAME_SIZE = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
 
 @dataclass(frozen=True)
 class EmptyRow:
-    """What a program's softmax does in a row without keys.
+    """The result and the gradients of a program's softmax in a row without keys.
 
     Attributes:
         gives: ``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"``. With

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, Poly
-from rewriter.find.emitted_anew import is_allowed
 from rewriter.find.reading import Operand, Refused, flag_operand, position_operand
+from rewriter.find.recomputable import is_allowed
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.bounds import bound_by_cases, comparison, least
 from rewriter.patterns.attention.conjuncts import conjuncts
-from rewriter.patterns.attention.places import Places, with_place
+from rewriter.patterns.attention.data_positions import Places, with_place
 from rewriter.patterns.attention.softmax import Softmax
 
 
 @dataclass(frozen=True)
 class Masks:
-    """What a mask is to the op.
+    """A mask as the op's operands and parameters.
 
     Attributes:
         operands: Name to operand.
@@ -89,7 +89,9 @@ def read_masks(softmax: Softmax, axes: Axes) -> Masks:
         said = Conditions(general=kept)
         return Masks(_operands(softmax, axes, said, {}), {}, None, {})
     said = _sorted(alg, axes, conjuncts(alg, kept))
-    if not _is_had(softmax, axes, said.general) and _is_had(softmax, axes, kept):
+    if not _is_at_hand(softmax, axes, said.general) and _is_at_hand(
+        softmax, axes, kept
+    ):
         said = Conditions(general=kept)  # parts of a mask need not be the program's
     if said.segments is None:
         said = _paired(alg, axes, said)
@@ -98,7 +100,7 @@ def read_masks(softmax: Softmax, axes: Axes) -> Masks:
     return Masks(_operands(softmax, axes, said, offset), params, said.segments, offset)
 
 
-def _is_had(softmax: Softmax, axes: Axes, flag: int) -> bool:
+def _is_at_hand(softmax: Softmax, axes: Axes, flag: int) -> bool:
     """Whether a mask is made of the program's booleans, or of small integers."""
     alg, ids = softmax.alg, itertools.chain(*axes.of_scores)
     own = softmax.find.own_flag(softmax.ev, flag, ids)

@@ -207,7 +207,7 @@ def _refuse_large_in_rows(softmax: Softmax) -> None:
     find, parts, bias = softmax.find, softmax.parts, softmax.bias
     loud = max(abs(c) for c in bias.values())
     values = softmax.values_of(softmax.alg.poly_leaves(bias))
-    loud = max([loud, *map(find.loudest, values)])
+    loud = max([loud, *map(find.largest_number, values)])
     if loud < LOUD:
         return
     nodes = map(find.graph.node_of, find.below(softmax.scores, softmax.value))

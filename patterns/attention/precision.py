@@ -1,4 +1,4 @@
-"""How many digits a program keeps in its weights and in its result.
+"""Reads the precision that a program keeps in its weights and in its result.
 
 A result that is at once rounded to 16 bits is that of the rounding: kernels then write
 16 bits. A result of 32 bits has the digits that the product of weights and v keeps.

@@ -30,7 +30,7 @@ from rewriter.patterns.attention.blocks import (
     weighing,
 )
 from rewriter.patterns.attention.exponents import added_to_rows
-from rewriter.patterns.attention.joined import over_all_keys
+from rewriter.patterns.attention.joined_keys import over_all_keys
 from rewriter.patterns.attention.precision import rounded
 from rewriter.patterns.attention.result import require_readable, result_form
 from rewriter.patterns.attention.softmax import Softmax, exponents, softmax_parts

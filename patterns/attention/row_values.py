@@ -1,4 +1,4 @@
-"""What is known of a value in a row without keys, and what equations make of it.
+"""Abstract values of a row without keys, and the result of each equation on them.
 
 A value is a number, the same at every key, or one of a few names.
 """

@@ -22,7 +22,7 @@ CHANGED = frozenset({"rows without keys give something else than before"})
 
 @dataclass(frozen=True)
 class Rows:
-    """What a row gives that sees no key.
+    """The result of a row that sees no key.
 
     Attributes:
         give: ``"zero"``, ``"mean"``, ``"nan"`` or the like; ``None`` if there is no
@@ -136,10 +136,10 @@ def _require_dominant_fills(softmax: Softmax) -> Set[str]:
         raise Refused("rows", f"a mask of {-min(fills):g} is only a bias", score=0.7)
     if softmax.kept == TRUE or not bias or not fills:
         return frozenset()
-    loudest = max(abs(c) for c in bias.values())
+    largest_number = max(abs(c) for c in bias.values())
     for value in softmax.values_of(softmax.alg.poly_leaves(bias)):
-        loudest = max(loudest, softmax.find.loudest(value))
-    if not min(fills) < 100 * loudest >= 1e6:
+        largest_number = max(largest_number, softmax.find.largest_number(value))
+    if not min(fills) < 100 * largest_number >= 1e6:
         return frozenset()
     if _may_change(softmax):
         return CHANGED

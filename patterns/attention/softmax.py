@@ -13,7 +13,7 @@ from rewriter.algebra.canonicalize import values_named
 from rewriter.algebra.normal_form import TRUE, Algebra, Index, Monomial, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import Group, Joined, Refused
-from rewriter.patterns.attention import unlike
+from rewriter.patterns.attention import near_misses
 from rewriter.patterns.attention.conjuncts import conjuncts
 from rewriter.program.graph import Node
 
@@ -156,7 +156,7 @@ def softmax_parts(
     below = [a for a, e in mono if e == -1 and alg.kind(a) in ("sum", "pow")]
     above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
     if not below:
-        raise unlike.undivided(alg, mono)
+        raise near_misses.undivided(alg, mono)
     for den, num in itertools.product(below, above):
         parts = _pair(alg, den, num, values, flag)
         if parts is not None:
@@ -170,7 +170,7 @@ def softmax_parts(
                 )
             parts = dataclasses.replace(parts, factor=parts.factor * c)
             return _rows(alg, flag, parts)
-    raise unlike.other_weights(alg, mono, form)
+    raise near_misses.other_weights(alg, mono, form)
 
 
 def _refuse_several(alg: Algebra, form: Poly) -> None:

@@ -13,7 +13,7 @@ from rewriter.find.reading import Refused
 from rewriter.patterns.attention.exponents import exponents_of
 from rewriter.patterns.attention.rows import MODERATE
 from rewriter.patterns.attention.softmax import Softmax
-from rewriter.program.counted import LOOPS
+from rewriter.program.counted_loops import LOOPS
 from rewriter.support.assumptions import FINITE
 
 MAXIMA = frozenset({"reduce_max", "max", "cummax"})

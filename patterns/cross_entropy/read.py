@@ -27,8 +27,8 @@ from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Operand, Reading, Refused, split_digits, unproved
 from rewriter.find.sieve import Step
 from rewriter.patterns.cross_entropy.form import loss_of
-from rewriter.patterns.cross_entropy.kept_alive import reader_of
 from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
+from rewriter.patterns.cross_entropy.logits_readers import reader_of
 from rewriter.patterns.cross_entropy.shift import EXPONENTIALS, nan_at, require_shifted
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
@@ -244,7 +244,7 @@ def _values(find: Finder, *operands: Operand) -> set[int]:
 
 @dataclass(frozen=True)
 class _Above:
-    """What stands above a loss, besides equations that forms look through.
+    """Equations above a loss, besides those that forms look through.
 
     Attributes:
         picks: Entries that are taken of rows.

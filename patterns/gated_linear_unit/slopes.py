@@ -41,7 +41,7 @@ from rewriter.ops.activations import (
 from rewriter.ops.slopes import Slopes
 from rewriter.patterns.gated_linear_unit.branches import Branch
 from rewriter.patterns.gated_linear_unit.kink import Kink
-from rewriter.program.extracted import NotTaken, Region, has_one_rule, rules_around
+from rewriter.program.subprogram import NotTaken, Region, has_one_rule, rules_around
 from rewriter.program.walk import equations_above
 from rewriter.support.assumptions import FINITE
 
@@ -86,7 +86,7 @@ class Side:
 
 @dataclass(frozen=True)
 class OfBranch:
-    """How a branch has its derivatives in the program.
+    """The derivatives of a branch in the program.
 
     Attributes:
         activation: The activation's name; one that gives for infinities what the

@@ -96,7 +96,7 @@ def _size(find: Finder, value: int) -> int:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where two arrays lie in the one that they make.
+    """The places of two arrays in the one that they make.
 
     Attributes:
         both: The indices of the first, and of the second, within the whole.

@@ -117,7 +117,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Steps:
-    """What is between stored numbers and a matrix, or a product and a result.
+    """Steps between stored numbers and a matrix, or between a product and a result.
 
     Attributes:
         first: The array that the steps begin with.

@@ -113,10 +113,10 @@ from rewriter._jax.jit import (
     static_arguments as static_arguments,
 )
 from rewriter._jax.lines import (
-    is_of_gradient as is_of_gradient,
+    hide_source_folder as hide_source_folder,
 )
 from rewriter._jax.lines import (
-    never_name as never_name,
+    is_of_gradient as is_of_gradient,
 )
 from rewriter._jax.lines import (
     scoped as scoped,
@@ -137,7 +137,7 @@ from rewriter._jax.lowering import (
     lower_with_devices as lower_with_devices,
 )
 from rewriter._jax.lowering import (
-    undone_if_it_fails as undone_if_it_fails,
+    rolled_back_on_failure as rolled_back_on_failure,
 )
 from rewriter._jax.meshes import (
     in_mesh_of as in_mesh_of,
@@ -170,7 +170,7 @@ from rewriter._jax.meshes import (
     zeros as zeros,
 )
 from rewriter._jax.messages import (
-    told_of_once as told_of_once,
+    silence_repeated_misses as silence_repeated_misses,
 )
 from rewriter._jax.nvidia import (
     NothingSeen as NothingSeen,
@@ -221,9 +221,6 @@ from rewriter._jax.programs import (
     without_constants as without_constants,
 )
 from rewriter._jax.shard_map import (
-    handing_parts as handing_parts,
-)
-from rewriter._jax.shard_map import (
     is_parts as is_parts,
 )
 from rewriter._jax.shard_map import (
@@ -231,6 +228,9 @@ from rewriter._jax.shard_map import (
 )
 from rewriter._jax.shard_map import (
     parts_of as parts_of,
+)
+from rewriter._jax.shard_map import (
+    returning_more_parts as returning_more_parts,
 )
 from rewriter._jax.shard_map import (
     with_parts as with_parts,
@@ -254,10 +254,10 @@ from rewriter._jax.types import (
     stated as stated,
 )
 from rewriter._jax.types import (
-    vary_alike as vary_alike,
+    weakly_typed as weakly_typed,
 )
 from rewriter._jax.types import (
-    weakly_typed as weakly_typed,
+    with_common_varying as with_common_varying,
 )
 from rewriter._jax.types import (
     without_varying as without_varying,

@@ -25,7 +25,7 @@ for _name in _BETWEEN:
     source_info_util.register_exclusion(_file)
 
 
-def never_name(folder: str) -> None:
+def hide_source_folder(folder: str) -> None:
     """Has no line in a folder's files named as the line of an equation."""
     source_info_util.register_exclusion(folder)
 

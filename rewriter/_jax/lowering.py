@@ -60,7 +60,7 @@ def is_partitioned(ctx: Any) -> bool:
 
 
 @contextlib.contextmanager
-def undone_if_it_fails(ctx: Any) -> Iterator[None]:
+def rolled_back_on_failure(ctx: Any) -> Iterator[None]:
     """Removes what a lowering wrote into the module before it failed.
 
     Functions that were written whole stay: later lowerings may call them.

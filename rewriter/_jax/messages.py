@@ -1,4 +1,4 @@
-"""What JAX tells in its log."""
+"""Silences messages of JAX's log that our own tracing causes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax._src.interpreters import partial_eval
 
 
 @contextlib.contextmanager
-def told_of_once(name: str) -> Iterator[None]:
+def silence_repeated_misses(name: str) -> Iterator[None]:
     """JAX does not tell again that a function was not found in its cache of traces.
 
     An optimized function has a trace of its own around that of the function. JAX has

@@ -1,4 +1,4 @@
-"""What JAX knows of NVIDIA's libraries: cuDNN and CUPTI."""
+"""Asks JAX about NVIDIA's libraries: cuDNN and CUPTI."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def is_parts(spec: Any, aval: Any, around: Any) -> bool:
     return all(a in named or mesh.shape[a] == 1 for a in axes)
 
 
-def handing_parts(
+def returning_more_parts(
     eqn: Any,
     body: Any,
     invars: Sequence[Any],

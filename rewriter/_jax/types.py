@@ -9,7 +9,7 @@ import jax
 from jax._src import core
 
 
-def vary_alike(values: Sequence[Any]) -> list[Any]:
+def with_common_varying(values: Sequence[Any]) -> list[Any]:
     """Returns the arrays, each varying over the manual mesh axes of all of them.
 
     Inside `jax.shard_map` with ``check_vma=True`` the operands of one equation

@@ -10,7 +10,7 @@ from rewriter.site.implementation import RING, Implementation
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes a site on one platform.
+    """The kernels that compute a site on one platform, and why others do not.
 
     Attributes:
         implementation: The kernels of both passes.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from rewriter.choose import choose_sum
+from rewriter.choose import residual_add_cost
 from rewriter.choose.by_rule import by_rule
 from rewriter.choose.choice import AS_WRITTEN, Choice
 from rewriter.choose.estimated import fastest_estimated
@@ -63,7 +63,9 @@ def choose(
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
     arguments = (spec, config, kernels, device)
-    longer = choose_sum.reading_us(spec, kernels, device, sum_of) if sum_of else {}
+    longer = (
+        residual_add_cost.reading_us(spec, kernels, device, sum_of) if sum_of else {}
+    )
     measured = fastest_known(*arguments, differentiated > 0, spelling, longer)
     if measured is None:
         estimated = fastest_estimated(*arguments, differentiated, longer)
@@ -99,7 +101,7 @@ def _with_reading_mentioned(choice: Choice, longer: Mapping[str, float]) -> Choi
     if not longer or choice.implementation.forward in longer:
         return choice
     return replace(
-        choice, not_chosen=choose_sum.mention_reading(choice.not_chosen, longer)
+        choice, not_chosen=residual_add_cost.mention_reading(choice.not_chosen, longer)
     )
 
 

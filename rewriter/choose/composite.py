@@ -15,7 +15,7 @@ from rewriter.config import Config
 from rewriter.find.match import Match
 from rewriter.find.region import Regions
 from rewriter.gradients.insertion_point import obstacle, places
-from rewriter.measure.still_needed import still_needed
+from rewriter.measure.live_products import with_live_products
 from rewriter.ops import device
 from rewriter.program.propagation import Placement
 from rewriter.rewrite.locate import located
@@ -55,7 +55,7 @@ def composites(
             continue
         if any(obstacle(m, scope, regions) for scope, _ in places(m)):
             continue
-        if still_needed(regions.graph, [Facts(m)]):
+        if with_live_products(regions.graph, [Facts(m)]):
             continue
         ops = [p for p in matches if m.op.parts in (p.op.name, p.op.form_of)]
         inside = [p for p in ops if p.value in m.inner]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rewriter.choose import choose_sum
+from rewriter.choose import residual_add_cost
 from rewriter.choose.choice import Choice
 from rewriter.choose.estimated import estimated_costs, estimated_us, far_faster
 from rewriter.choose.usable import only_deterministic, reasons_of, usable
@@ -54,7 +54,7 @@ def fastest_known(
             continue
         if any(spellings(found)):
             found = of_spelling(found, spelling())
-        found = tuple(choose_sum.with_reading(m, longer) for m in found)
+        found = tuple(residual_add_cost.with_reading(m, longer) for m in found)
         decision = fastest(found)
         alone = all(m.implementation.forward == XLA for m in found)
         if decision is None or (simulated and alone):

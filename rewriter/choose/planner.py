@@ -11,19 +11,19 @@ from typing import Any
 from rewriter.choose.choice import AS_WRITTEN, Choice
 from rewriter.choose.choose import choose, left_out
 from rewriter.choose.choose_ring import choose_ring
-from rewriter.choose.inside import with_ops_inside
-from rewriter.choose.placing import Placed, Plan, in_order, spec_on_device, top
+from rewriter.choose.nested_sites import choose_among_nested
+from rewriter.choose.number_sites import Placed, Plan, in_order, spec_on_device, top
 from rewriter.config import Config
 from rewriter.find.match import Match
 from rewriter.find.region import Regions
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.backward_place import home_of, lies_at, residuals_place
 from rewriter.gradients.insertion_point import obstacle, places
-from rewriter.measure.as_written import NotTaken, as_written, spelling_of
 from rewriter.measure.key import BOTH, FORWARD, Key, key_of
+from rewriter.measure.live_products import SAVED, WHY, with_live_products
+from rewriter.measure.original_region import NotTaken, as_written, spelling_of
 from rewriter.measure.program_key import program_key
 from rewriter.measure.programs import Task
-from rewriter.measure.still_needed import SAVED, WHY, still_needed
 from rewriter.ops import device
 from rewriter.ops.device import Device
 from rewriter.program.fold import Folded
@@ -186,12 +186,12 @@ def _choices(
     replaced = [f for f, c in zip(facts, choices, strict=True) if c.kernel != XLA]
     if not replaced:
         return choices
-    needed = still_needed(graph, replaced)
+    needed = with_live_products(graph, replaced)
     choices = [
         _unless_read(f, choice, f in needed)
         for f, choice in zip(facts, choices, strict=True)
     ]
-    return list(with_ops_inside(facts, choices))
+    return list(choose_among_nested(facts, choices))
 
 
 def _unless_read(facts: Facts, choice: Choice, needed: bool) -> Choice:

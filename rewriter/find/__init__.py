@@ -3,8 +3,8 @@
 `sieve` rejects programs without a site. `match` asks each pattern at its anchors. A
 pattern uses `finder` to search around an anchor and returns a `reading`. `check` proves
 that the reading equals the op's `reference`. `region` says which equations belong to a
-site, `emitted_anew` lists what a replacement may compute itself, and `stacked` finds
-operands cut out of larger arrays. `inlined_rules` knows calls by their equations.
+site. `recomputable` lists what a replacement may compute itself, and `sliced_operands`
+finds operands cut out of larger arrays. `inlined_rules` knows calls by their equations.
 `pattern`, `declared` and `bindings` are for patterns that a user writes as an ordinary
 function.
 """

@@ -28,7 +28,7 @@ TRIALS = 400
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a `Pattern.requires` check sees: a proved place.
+    """A proved place, as a check of `Pattern.requires` sees it.
 
     Attributes:
         shapes: Shape by operand name.

@@ -19,8 +19,8 @@ from rewriter import _jax
 from rewriter.algebra.canonicalize import Evaluator, NeedSplit, kind_of
 from rewriter.algebra.emit import Emitter
 from rewriter.algebra.normal_form import OverBudget
-from rewriter.find.emitted_anew import require_own
 from rewriter.find.reading import Operand, Reading, Refused, leaves_of, unproved
+from rewriter.find.recomputable import require_own
 from rewriter.find.reference import referenced
 from rewriter.ops.kernel import Spec, spec_of
 from rewriter.ops.op import Op

@@ -20,8 +20,8 @@ import numpy as np
 
 from rewriter import _jax
 from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
-from rewriter.program.extracted import NotTaken, Region
 from rewriter.program.numeric import NUMERIC
+from rewriter.program.subprogram import NotTaken, Region
 
 
 class NotKnown(Exception):

@@ -21,11 +21,11 @@ from rewriter.algebra.canonicalize import (
 )
 from rewriter.algebra.normal_form import TRUE, Algebra, OverBudget, Poly
 from rewriter.algebra.template import neighbourhood
-from rewriter.find.emitted_anew import is_allowed
 from rewriter.find.reading import Refused
+from rewriter.find.recomputable import is_allowed
 from rewriter.find.region import Place, Regions
-from rewriter.find.stacked import layers
-from rewriter.program.counted import LOOPS, counted
+from rewriter.find.sliced_operands import layers
+from rewriter.program.counted_loops import LOOPS, counted
 from rewriter.program.graph import Graph, Node, Scope
 from rewriter.program.lines import is_of_gradient, line_of
 from rewriter.support.assumptions import ASSUMPTIONS
@@ -338,7 +338,7 @@ class Finder:
                 return value
         return value
 
-    def loudest(self, value: int, limit: int = 60) -> float:
+    def largest_number(self, value: int, limit: int = 60) -> float:
         """The largest number in a value's computation, perhaps infinity."""
         found, seen, queue = 0.0, {value}, [value]
         while queue and len(seen) < limit:

@@ -18,7 +18,6 @@ from rewriter.algebra.template import Step as Way
 from rewriter.algebra.template import Template, apply, template, way
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
-from rewriter.find.memory import Memory, Proved
 from rewriter.find.nested import (
     body_values,
     is_in_loop_of,
@@ -27,12 +26,13 @@ from rewriter.find.nested import (
 from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, Refused, leaves_of
 from rewriter.find.region import Place, Regions
+from rewriter.find.search_cache import Proved, SearchCache
 from rewriter.find.sieve import Step
-from rewriter.find.stacked import pieces
+from rewriter.find.sliced_operands import pieces
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Op
 from rewriter.ops.registry import registry
-from rewriter.program.counted import LOOPS
+from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Graph, Node
 from rewriter.program.lines import users_line_of
 from rewriter.support.verdict import Reason
@@ -203,7 +203,7 @@ def search(
             by_anchor.setdefault(name, []).append(pattern)
     matches: list[Match] = []
     failures: list[Reason] = []
-    memory = Memory(graph)
+    memory = SearchCache(graph)
     for node in graph.nodes:
         patterns_here = by_anchor.get(node.prim)
         if patterns_here is None or not _of_numbers(graph, node):
@@ -259,7 +259,9 @@ def _isolating_failures(
         failures.append(Reason("internal", text, find.where(node)))
 
 
-def _at(find: Finder, pattern: Pattern, anchor: Node, memory: Memory) -> list[Match]:
+def _at(
+    find: Finder, pattern: Pattern, anchor: Node, memory: SearchCache
+) -> list[Match]:
     found: list[Match] = []
     known: list[Template | None] = []
     inside: list[tuple[Reading, bool]] = []
@@ -324,7 +326,7 @@ def _of_pieces(
 
 
 def _is_inside_general(
-    find: Finder, pattern: Pattern, reading: Reading, memory: Memory
+    find: Finder, pattern: Pattern, reading: Reading, memory: SearchCache
 ) -> bool:
     """Whether a special form is read of a part of what is its general op as a whole."""
     general = pattern.op.form_of
@@ -371,7 +373,7 @@ def _match(find, pattern, anchor, reading, spec, value, leaves, inner, found) ->
 
 
 def _matches_like(
-    find: Finder, pattern: Pattern, anchor: Node, memory: Memory
+    find: Finder, pattern: Pattern, anchor: Node, memory: SearchCache
 ) -> tuple[Template, list[Match]] | None:
     """The matches at an anchor whose regions equal those proved at another one."""
     for proved in memory.proved.get(pattern.name, [])[:8]:

@@ -18,7 +18,7 @@ NEAR = 24
 
 
 class Escapes:
-    """Where values that bodies return go: to results of the equation, or out of all."""
+    """Finds out whether values that bodies return are read outside."""
 
     def __init__(self, graph: Graph) -> None:
         self.to: dict[int, set[int | None]] = {}

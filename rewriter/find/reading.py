@@ -148,7 +148,7 @@ class ProvedWith:
 
 
 @dataclass(frozen=True)
-class Taken:
+class ComputedValues:
     """Values that a region computes by equations which the op's parameter holds.
 
     Attributes:
@@ -229,7 +229,7 @@ class Reading:
     may_be_inside: bool = False
     unequal: str = ""
     proof: Reading | None = None
-    taken: Taken | None = None
+    taken: ComputedValues | None = None
     code: Any = field(default=None, init=False, repr=False)
     read: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 

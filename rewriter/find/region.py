@@ -83,9 +83,9 @@ class Regions:
 
     def usable(self, place: Place) -> Callable[[int], bool]:
         """Whether a value is available at a place: defined there, or recomputable."""
-        return functools.partial(self._can_be_had, place)
+        return functools.partial(self._is_obtainable, place)
 
-    def _can_be_had(self, place: Place, value: int) -> bool:
+    def _is_obtainable(self, place: Place, value: int) -> bool:
         memo = place._usable
         known = memo.get(value)
         if known is None:
@@ -99,7 +99,7 @@ class Regions:
         node = self.graph.node_of(value)
         if node is None or not is_local(node):
             return False
-        return all(self._can_be_had(place, i) for i in node.ins)
+        return all(self._is_obtainable(place, i) for i in node.ins)
 
     @functools.cached_property
     def returned(self) -> frozenset[int]:

@@ -63,7 +63,7 @@ def _is_array(leaf: Any) -> bool:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Static:
-    """What of a tree is no array: leaves, and the structure with None for arrays."""
+    """The static part of a tree: its leaves that are no arrays, and its structure."""
 
     leaves: tuple[Any, ...]
     tree: Any

@@ -259,7 +259,7 @@ def _before(scope: Scope, position: int, body: Scope) -> bool:
 def lies_at(backward: Backward, graph: Graph, home: Scope) -> bool:
     """Whether gradients are computed in a body, inside calls that can be inlined."""
     found = [first_defined(graph, v, home) for v in backward.results]
-    found.append(first_had(graph, backward.cotangent, home))
+    found.append(first_available(graph, backward.cotangent, home))
     return all(f is not None and _free(f[1], home) for f in found)
 
 
@@ -303,7 +303,7 @@ def first_defined(
     return min(found, key=lambda f: f[0], default=None)
 
 
-def first_had(
+def first_available(
     graph: Graph, value: int, home: Scope
 ) -> tuple[tuple[float, ...], Scope, int] | None:
     """Like `first_defined`, also for a value that a checkpoint in a body returns.

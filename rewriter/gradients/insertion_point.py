@@ -112,7 +112,7 @@ def read_instead(regions: Regions, match: Match, scope: Scope) -> dict[int, Inst
     return found
 
 
-def _is_had(regions: Regions, scope: Scope, value: int) -> bool:
+def _is_at_hand(regions: Regions, scope: Scope, value: int) -> bool:
     return value in scope.first_var or value in regions.place(scope).defined
 
 
@@ -127,7 +127,7 @@ def _placed(regions: Regions, match: Match, scope: Scope, value: int) -> int | N
     for node in regions.graph.users(value):
         same = node.prim in PLACING or _keeps_dtype(regions, node)
         placed = same and inner.issuperset(node.outs)
-        if not placed or not _is_had(regions, scope, node.outs[0]):
+        if not placed or not _is_at_hand(regions, scope, node.outs[0]):
             continue
         if _jax.in_one_mesh(avals[node.outs[0]], avals[match.value]):
             return node.outs[0]
@@ -151,7 +151,7 @@ def _named(regions: Regions, match: Match, scope: Scope, first: Instead) -> Inst
                 continue
             if node.prim == "name":
                 todo.append(Instead(out, here.steps))
-                found = todo[-1] if _is_had(regions, scope, out) else found
+                found = todo[-1] if _is_at_hand(regions, scope, out) else found
             elif node.prim in LAYOUT and len(here.steps) < STEPS:
                 todo.append(Instead(out, (*here.steps, node)))
     return found

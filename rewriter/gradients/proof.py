@@ -35,7 +35,7 @@ from rewriter.gradients.cotangents import (
     linear,
 )
 from rewriter.gradients.reference import unread, wanted_at
-from rewriter.gradients.shared import Shares, may_be_zero, shares
+from rewriter.gradients.shared_operands import Shares, may_be_zero, shares
 from rewriter.gradients.through_loops import after_step, carries
 from rewriter.program.graph import Graph
 
@@ -438,9 +438,8 @@ def _row_has_a_key(ev: Evaluator, match: Match) -> frozenset[int]:
 
     The match states the result of rows without keys; the proof covers other rows.
     """
-    alg = ev.alg
-    rows = match.reading.params.get("empty_rows")
-    if rows is None or not rows.startswith("zero"):
+    alg, op = ev.alg, match.op
+    if op.has_zero_rows is None or not op.has_zero_rows(match.reading.params):
         return frozenset()
     try:
         form = ev.poly(match.value, ev.indices(match.value))

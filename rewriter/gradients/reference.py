@@ -16,9 +16,13 @@ from rewriter.find.match import Match
 from rewriter.find.reading import leaves_of
 from rewriter.find.reference import gradient_function
 from rewriter.gradients.cotangents import is_float
-from rewriter.gradients.taken import name_results, traced_with_results, with_results
+from rewriter.gradients.function_parameters import (
+    name_results,
+    traced_with_results,
+    with_results,
+)
 from rewriter.program.graph import Graph
-from rewriter.program.written import written
+from rewriter.program.program_text import written
 
 
 def traced_gradients(graph: Graph, match: Match, given: bool = False) -> Graph:
@@ -27,8 +31,8 @@ def traced_gradients(graph: Graph, match: Match, given: bool = False) -> Graph:
     Args:
         graph: The program.
         match: The match.
-        given: Whether the results of its parameter are given, see `taken`; they are
-            among the leaves then, and have no gradients.
+        given: Whether results of its parameter are given, see `function_parameters`.
+            They are among the leaves then, and have no gradients.
     """
     if given:
         code = traced_with_results(graph, match)

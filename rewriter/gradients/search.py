@@ -29,13 +29,13 @@ from rewriter.gradients.cotangents import (
     is_float,
     reduces,
 )
-from rewriter.gradients.cut import Cut
+from rewriter.gradients.function_parameters import results_here
 from rewriter.gradients.insertion_point import obstacle, read_instead
-from rewriter.gradients.known import Known, found_again, known
+from rewriter.gradients.operand_pieces import OperandPieces
+from rewriter.gradients.other_layouts import OtherLayouts
 from rewriter.gradients.proof import proved_gradients
+from rewriter.gradients.proved_before import ProvedGradients, known, reapplied
 from rewriter.gradients.reference import traced_gradients
-from rewriter.gradients.relaid import Relaid
-from rewriter.gradients.taken import results_here
 from rewriter.program.graph import Graph, Scope
 from rewriter.support.verdict import Reason
 
@@ -50,7 +50,7 @@ OF_A_LOSS = 12
 
 
 @dataclass(eq=False)
-class Memory:
+class ProofCache:
     """Earlier results, for equal regions.
 
     Attributes:
@@ -66,7 +66,7 @@ class Memory:
 
     returned: set[int]
     reference: dict[tuple[int, bool], Graph] = field(default_factory=dict)
-    proved: dict[int, list[Known]] = field(default_factory=dict)
+    proved: dict[int, list[ProvedGradients]] = field(default_factory=dict)
     failed: collections.Counter[int] = field(default_factory=collections.Counter)
     alone: collections.Counter[int] = field(default_factory=collections.Counter)
     ruled: dict[int, tuple[Reading, ...]] = field(default_factory=dict)
@@ -95,14 +95,14 @@ class Gradients:
 def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
     """Finds the gradients that a program computes for its matches."""
     graph = regions.graph
-    memory = Memory(returned(graph))
-    relaid, cut = Relaid(regions, memory.returned), Cut(regions)
+    memory = ProofCache(returned(graph))
+    layouts, cut = OtherLayouts(regions, memory.returned), OperandPieces(regions)
     failures: list[Reason] = []
     taken: list[tuple[Match, Backward | None]] = []
     results: set[int] = set()
     for match in reversed(matches):  # only the last has its input's gradient
         try:
-            match, backward = _at_its_cotangent(graph, match, memory, relaid, cut)
+            match, backward = _at_its_cotangent(graph, match, memory, layouts, cut)
             if backward is not None and not results.isdisjoint(backward.results):
                 backward = _elsewhere(graph, match, memory, backward, results)
             if backward and (why := _more_exact(graph, match, backward)):
@@ -121,7 +121,7 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
         if backward is not None:
             results.update(backward.results)
     taken.reverse()
-    taken = _without_mere_scales(taken)
+    taken = _without_scale_only(taken)
     why = tuple(
         "" if backward else memory.unproved.get(id(match.reading), "")
         for match, backward in taken
@@ -130,7 +130,7 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
     return Gradients(matches, _each_once(taken), why, tuple(failures))
 
 
-def _without_mere_scales(
+def _without_scale_only(
     taken: Sequence[tuple[Match, Backward | None]],
 ) -> list[tuple[Match, Backward | None]]:
     """Leaves out a match if one inside it has gradients of more of its leaves.
@@ -140,7 +140,7 @@ def _without_mere_scales(
     """
     inside = [(m, b) for m, b in taken if b is not None and m.reading.may_be_inside]
 
-    def is_mere(match: Match, backward: Backward | None) -> bool:
+    def is_scale_only(match: Match, backward: Backward | None) -> bool:
         grads = set(backward.grads) if backward is not None else set()
         return any(
             m is not match
@@ -149,11 +149,15 @@ def _without_mere_scales(
             for m, b in inside
         )
 
-    return [(m, b) for m, b in taken if not is_mere(m, b)]
+    return [(m, b) for m, b in taken if not is_scale_only(m, b)]
 
 
 def _at_its_cotangent(
-    graph: Graph, match: Match, memory: Memory, relaid: Relaid, cut: Cut
+    graph: Graph,
+    match: Match,
+    memory: ProofCache,
+    layouts: OtherLayouts,
+    cut: OperandPieces,
 ) -> tuple[Match, Backward | None]:
     """A match with its gradients, extended to where its result has a cotangent.
 
@@ -166,7 +170,7 @@ def _at_its_cotangent(
         return _over_saved_pieces(match, backward, memory, cut)
     if memory.alone[key] >= ATTEMPTS:
         return match, backward
-    for lower in relaid.below(match):
+    for lower in layouts.below(match):
         backward = find_backward(graph, lower, memory)
         if backward is not None:
             return lower, backward
@@ -183,7 +187,7 @@ def _at_its_cotangent(
     return match, None
 
 
-def _by_users_rules(match: Match, memory: Memory) -> list[Match]:
+def _by_users_rules(match: Match, memory: ProofCache) -> list[Match]:
     """The match with the gradients that a user's own rule may give it."""
     reading = match.reading
     if id(reading) not in memory.ruled:
@@ -202,7 +206,7 @@ def _by_users_rules(match: Match, memory: Memory) -> list[Match]:
     ]
 
 
-def _over_what_is_named(match: Match, cut: Cut) -> Match:
+def _over_what_is_named(match: Match, cut: OperandPieces) -> Match:
     """The match over pieces of its operands, if the program names these.
 
     A policy may save them once the program is differentiated.
@@ -216,7 +220,11 @@ def _over_what_is_named(match: Match, cut: Cut) -> Match:
 
 
 def _over_what_is_given(
-    graph: Graph, match: Match, backward: Backward, memory: Memory, cut: Cut
+    graph: Graph,
+    match: Match,
+    backward: Backward,
+    memory: ProofCache,
+    cut: OperandPieces,
 ) -> tuple[Match, Backward]:
     """The match over what its body is given, if the program has more gradients of that.
 
@@ -234,7 +242,7 @@ def _over_what_is_given(
 
 
 def _over_saved_pieces(
-    match: Match, backward: Backward, memory: Memory, cut: Cut
+    match: Match, backward: Backward, memory: ProofCache, cut: OperandPieces
 ) -> tuple[Match, Backward]:
     """The match over pieces of its operands, if a checkpoint saved only these."""
     lacking = _lacking(cut.regions, match, backward)
@@ -276,7 +284,7 @@ def _lacking(regions: Regions, match: Match, backward: Backward) -> Scope | None
 
 
 def _elsewhere(
-    graph: Graph, match: Match, memory: Memory, found: Backward, taken: set[int]
+    graph: Graph, match: Match, memory: ProofCache, found: Backward, taken: set[int]
 ) -> Backward:
     """Gradients from another cotangent, if they belong to no other match.
 
@@ -318,7 +326,7 @@ def _each_once(
 
 
 def find_backward(
-    graph: Graph, match: Match, memory: Memory, without: Set[int] = frozenset()
+    graph: Graph, match: Match, memory: ProofCache, without: Set[int] = frozenset()
 ) -> Backward | None:
     """The gradients of a match in its program, or None if there are none.
 
@@ -335,7 +343,7 @@ def find_backward(
         return None
     key = id(match.reading)
     proved = memory.proved.setdefault(key, [])
-    best = found_again(graph, proved, match, candidates, memory.returned)
+    best = reapplied(graph, proved, match, candidates, memory.returned)
     if best is not None and not _is_read_elsewhere(graph, match, best):
         return best
     if memory.failed[key] >= ATTEMPTS:
@@ -354,7 +362,7 @@ def _proved(
     graph: Graph,
     match: Match,
     candidates: Sequence[int],
-    memory: Memory,
+    memory: ProofCache,
     best: Backward | None,
 ) -> Backward | None:
     """Proved gradients, if they are more than the best ones so far."""

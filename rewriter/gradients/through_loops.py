@@ -1,4 +1,4 @@
-"""What a result of a loop is computed from, inside the loop and outside of it."""
+"""Finds the values that a loop's result is computed from, also outside the loop."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence, Set
 
 import jax.numpy as jnp
 
-from rewriter.program.counted import counted
+from rewriter.program.counted_loops import counted
 from rewriter.program.graph import Graph, Node
-from rewriter.program.skipped import branch_results
+from rewriter.program.skipped_steps import branch_results
 
 
 def through(

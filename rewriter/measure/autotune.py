@@ -156,7 +156,7 @@ def measure(
         KeyboardInterrupt: If interrupted, within a second; finished measurements are in
             the cache.
     """
-    so_far = _SoFar()
+    so_far = _Progress()
     on = on or device.attached()
     if on != device.attached() and not ahead_of_time.can_compile(on):
         raise ConfigError(
@@ -173,7 +173,7 @@ def _measure(
     tasks: Sequence[Task],
     level: str,
     budget_s: float,
-    so_far: _SoFar,
+    so_far: _Progress,
     on: Device,
     progress: Callable[[str, int, int], None] | None = None,
     again: bool = False,
@@ -212,7 +212,7 @@ def measure_missing(tasks: Sequence[Task], level: str) -> Tuned:
     if jax.process_count() > 1:
         log.warning("nothing is timed with several processes; share a Tuned instead")
         return Tuned()
-    so_far = _SoFar()
+    so_far = _Progress()
     _measure(tasks, level, SITE_S * len(tasks), so_far, device.attached())
     return so_far.tuned
 
@@ -222,7 +222,7 @@ def _say_interrupted() -> None:
 
 
 @dataclass
-class _SoFar:
+class _Progress:
     """The measurements of a run so far."""
 
     tuned: Tuned = field(default_factory=Tuned)
@@ -234,7 +234,7 @@ def _measure_task(
     on: Device,
     level: str,
     latest: float,
-    so_far: _SoFar,
+    so_far: _Progress,
     progress: Callable[[str, int, int], None] | None,
     again: bool,
     isolate: bool,

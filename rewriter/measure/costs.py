@@ -1,4 +1,4 @@
-"""What a site costs as written and as rewritten, where that is known."""
+"""Costs of a site as written and as rewritten, where they are known."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ RUN_S = 60.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where another process finds an op and its kernels.
+    """The import path by which another process finds an op and its kernels.
 
     Attributes:
         modules: Modules to import, which may register kernels.

@@ -1,4 +1,4 @@
-"""How long an implementation took, or why it has no time."""
+"""A measured time of an implementation, or the reason why it has none."""
 
 from __future__ import annotations
 

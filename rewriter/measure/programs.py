@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from rewriter.measure.as_written import Written
 from rewriter.measure.key import BOTH, FORWARD, Key, key_of
 from rewriter.measure.measurement import version_of
+from rewriter.measure.original_region import Written
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Op, Sample

@@ -32,11 +32,11 @@ import jax
 from rewriter.hardware import conditions
 from rewriter.hardware.conditions import Conditions
 from rewriter.measure import candidate
-from rewriter.measure.as_written import NotTaken
 from rewriter.measure.candidate import Candidate, Compiled, wide
 from rewriter.measure.inputs import Args, Inputs, inputs, with_leaves
 from rewriter.measure.least_time import needed_seconds
 from rewriter.measure.measurement import Measurement, time_text
+from rewriter.measure.original_region import NotTaken
 from rewriter.measure.programs import (
     Task,
     arguments,
@@ -218,7 +218,7 @@ class Race:
                 args, exact = drawn[0].leaves[0], own_equations(self.task)[1]
             jobs.append((c, args, jax.eval_shape(exact, *args)))
         now = time.monotonic()
-        return candidate.compile_all(jobs, now, self._hung(), len(jobs))
+        return candidate.compile_all(jobs, now, self._compile_deadline(), len(jobs))
 
     def _own(self, c: Compiled, drawn: Sequence[Inputs]) -> Compiled:
         """The user's own equations, checked; else the op as usually written."""
@@ -228,7 +228,7 @@ class Race:
         if not c.reason:
             job = Candidate(REFERENCE, exact, exact=True), firsts[0], None
             now = time.monotonic()
-            (truth,) = candidate.compile_all([job], now, self._hung())
+            (truth,) = candidate.compile_all([job], now, self._compile_deadline())
             (own,) = candidate.checked([c], truth, firsts)
         if not own.reason and own.error is not None and own.error < OTHER:
             return replace(own, of_leaves=True)
@@ -264,7 +264,9 @@ class Race:
         needed = needed_seconds(task.op, task.spec, task.passes, self.on)
         return (self.on, SPARED * needed) if needed else None
 
-    def _hopeless(self, wanted: Sequence[Implementation]) -> dict[str, Compiled]:
+    def _slow_by_estimate(
+        self, wanted: Sequence[Implementation]
+    ) -> dict[str, Compiled]:
         """Candidates whose estimates are far slower than the best, by text."""
         if not (self.spares and self.on.flops and self.on.bandwidth):
             return {}
@@ -293,7 +295,7 @@ class Race:
         abandoned. Each kernel's first config is compiled before others, however late it
         is: a choice among an arbitrary few would be worse than none.
         """
-        args, hopeless = arguments(self.task), self._hopeless(wanted)
+        args, hopeless = arguments(self.task), self._slow_by_estimate(wanted)
         shapes = jax.eval_shape(reference(self.task), *args)
         hopeful = [i for i in wanted if i.text not in hopeless]
         jobs: list[tuple[Candidate, Args, Any]] = []
@@ -303,11 +305,11 @@ class Race:
             jobs.append((Candidate(i.text, run, limit=limit), args, shapes))
         now = time.monotonic()
         left = max(0.0, self.until - now)
-        order, surely = firsts_first([i.forward for i in hopeful])
+        order, surely = one_of_each_first([i.forward for i in hopeful])
         found = candidate.compile_all(
             [jobs[i] for i in order],
             now + COMPILING * left,
-            self._hung(),
+            self._compile_deadline(),
             surely,
             now + COMPILED * left,
         )
@@ -332,7 +334,7 @@ class Race:
             return candidate.checked([usual, *compiled[1:]], truth, firsts, say)
         return [own, *rest]
 
-    def _hung(self) -> float:
+    def _compile_deadline(self) -> float:
         """The time at which a compilation that begins now is abandoned."""
         now = time.monotonic()
         return min(now + HUNG_S, max(self.latest, now + 1))
@@ -370,11 +372,11 @@ class Race:
         ]
 
 
-def firsts_first(whose: Sequence[Any]) -> tuple[list[int], int]:
+def one_of_each_first(whose: Sequence[Any]) -> tuple[list[int], int]:
     """Returns an order with the first of each kind in front, and the number of kinds.
 
     Example:
-        >>> firsts_first(["xla", "hopper", "hopper", "cudnn"])
+        >>> one_of_each_first(["xla", "hopper", "hopper", "cudnn"])
         ([0, 1, 3, 2], 3)
     """
     first = {kind: i for i, kind in reversed([*enumerate(whose)])}

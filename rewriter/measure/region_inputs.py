@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.measure.as_written import NotTaken, Written
+from rewriter.measure.original_region import NotTaken, Written
 from rewriter.support.dtypes import is_inexact
 
 ALIKE = 64.0

@@ -21,7 +21,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Found:
-    """What a text holds.
+    """Measurements read from a text, and problems with others.
 
     Attributes:
         entries: The records that can be used.

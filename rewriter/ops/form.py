@@ -17,7 +17,7 @@ from rewriter.ops.op import Op, Operand, Sharding
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a special form has in place of its op's.
+    """The fields of a special form that replace those of its op.
 
     Attributes:
         operands: Its operands, in order.

@@ -85,7 +85,7 @@ def saves_nothing(spec: Spec) -> tuple[()]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a kernel runs, and with which bits.
+    """Limits of a kernel: uses, devices, and whether its bits repeat.
 
     Attributes:
         supports: Says, with reasons, whether it supports a `Spec`. It also sees the
@@ -111,7 +111,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Speed:
-    """What is known of a kernel's speed before it is measured.
+    """Knowledge of a kernel's speed before it is measured.
 
     Attributes:
         profitable: Says, with reasons, whether it is likely to beat the program
@@ -163,7 +163,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Heads:
-    """Where an operand's heads are among those of an array [b, t, heads, h].
+    """The heads of an array [b, t, heads, h] that are an operand's.
 
     Attributes:
         first: The first one.
@@ -189,7 +189,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Traits:
-    """What the engine may do with a kernel.
+    """Properties of a kernel that let the engine use it in more ways.
 
     Attributes:
         memory_bounded: Whether it needs far less memory than the reference.

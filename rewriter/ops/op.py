@@ -1,4 +1,4 @@
-"""What an op is: its operands, their axes, its parameters and its reference.
+"""Ops: their operands, axes, parameters and references.
 
 An op says nothing about how it is computed fast; that is `rewriter.ops.kernel`.
 """
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """How to compute an op while devices pass parts of its operands around.
+    """Functions by which an op is computed while devices pass parts of operands around.
 
     Attributes:
         letter: The letter along which these operands are split; the result lacks it.
@@ -79,7 +79,7 @@ class Ring:
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """How a use of an op may be split over devices.
+    """The axes along which a use of an op may be split over devices.
 
     Attributes:
         along: Letters along which operands and result may be split: a part of the
@@ -117,7 +117,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Stored:
-    """How matrices may be stored in few bits; see `rewriter.ops.stored`.
+    """Dtypes in which matrices may be stored; see `rewriter.ops.stored`.
 
     Attributes:
         dtypes: The dtypes of the stored numbers.
@@ -145,6 +145,9 @@ class Operand:
         required: Whether every use has it.
         doc: What it holds, and its dtype if that is not any float.
         stored: How it may be stored in few bits, if the op has a form that takes that.
+        summary: What a report says of a use that has it.
+        instead: What a report advises where it varies along both of its last axes, and
+            so is as large as a matrix.
     """
 
     name: str
@@ -152,6 +155,14 @@ class Operand:
     required: bool = False
     doc: str = ""
     stored: Stored | None = None
+    summary: str = ""
+    instead: str = ""
+
+
+def unsaid(value: Any) -> str:
+    """Returns no words: reports do not mention the parameter."""
+    del value
+    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +210,11 @@ class Op:
             its kernels is forced. All if empty.
         differentiated: ``differentiated(params)`` gives the parameters of the value
             that a derivative computes, if it is differentiated in another way.
+        words: By parameter, a function from its value to words for reports; without
+            words it is not mentioned. Others are named with their values.
+        note: ``note(params)`` gives what a comparison of numbers says of a use.
+        has_zero_rows: ``has_zero_rows(params)`` says whether rows in which a mask hides
+            all are 0, whatever the definition gives there. Proofs are of other rows.
         tiled: Letters of axes that a kernel's tile holds whole, as the width of heads:
             measurements of other sizes of them say nothing about a use.
     """
@@ -226,6 +242,11 @@ class Op:
     stays: bool = False
     found_on: tuple[str, ...] = ()
     differentiated: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = field(
+        default=None, repr=False
+    )
+    words: Mapping[str, Callable[[Any], str]] = field(default_factory=dict, repr=False)
+    note: Callable[[Mapping[str, Any]], str] | None = field(default=None, repr=False)
+    has_zero_rows: Callable[[Mapping[str, Any]], bool] | None = field(
         default=None, repr=False
     )
     tiled: str = ""

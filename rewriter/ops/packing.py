@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Packing:
-    """How numbers lie in bytes.
+    """The order of numbers in bytes.
 
     Attributes:
         axis: ``"k"`` or ``"n"``.

@@ -73,7 +73,7 @@ LOOKUP = "lookup"
 
 @dataclass(frozen=True)
 class Ref:
-    """What an equation reads.
+    """An operand of an equation: an earlier result, an input or a number.
 
     Attributes:
         kind: ``"step"``, ``"array"``, ``"number"``, or one of the names above.
@@ -281,7 +281,7 @@ def _bound(primitive: Any, params: dict[str, Any], *given: Any) -> Any:
     """One equation, of arrays that broadcast against each other."""
     arrays = [jnp.asarray(x) for x in given]
     if len(arrays) > 1:
-        arrays = _jax.vary_alike(jnp.broadcast_arrays(*arrays))
+        arrays = _jax.with_common_varying(jnp.broadcast_arrays(*arrays))
     return primitive.bind(*arrays, **params)
 
 

@@ -1,4 +1,4 @@
-"""How a program widens stored numbers: its steps in order, each of which rounds.
+"""Steps by which a program widens stored numbers, in order; each of them rounds.
 
 ``q.astype(bfloat16) * s`` and ``(q.astype(float32) * s).astype(bfloat16)`` are the same
 real numbers, and round differently. So the steps are a parameter of an op, as text::

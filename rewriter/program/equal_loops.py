@@ -67,7 +67,7 @@ class Loops:
 
 @dataclass(frozen=True)
 class _Keys:
-    """What the last carries of loops are, or what loops without carries stack.
+    """Keys of loops' last carries, or of the stacks of loops without carries.
 
     Attributes:
         graph: The graph that they are in.

@@ -1,4 +1,4 @@
-"""Where a loop stands: what is around it, and whether another reads all of it."""
+"""Finds the loops around a body, and whether another loop reads all that one stacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What primitives give for numbers, or for NumPy arrays of them.
+"""Evaluates primitives on numbers, or on NumPy arrays of them.
 
 Each function gets the operands and the equation's parameters. Results are those of the
 operands' dtypes; callers round them to the dtype of the equation's result.

@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from rewriter import _jax
-from rewriter.program.propagation import Placement, several
+from rewriter.program.propagation import Placement
 from rewriter.program.trace import Traced, moving, split, trace
 
 OTHER_MESHES = "its arrays are on more than one mesh"
@@ -96,7 +96,7 @@ def placement_of(
                 return f"an argument has a {type(sharding).__name__}"
             specs.append(sharding.spec)
             continue
-        on_mesh = type_ is not None and several(dict(type_.mesh.shape))
+        on_mesh = type_ is not None and _is_of_several(dict(type_.mesh.shape))
         specs.append(type_.spec if on_mesh else None)
         if on_mesh and AxisType.Auto in _kinds(type_.mesh):
             waiting.append(i)
@@ -131,7 +131,7 @@ def _mesh_of(shardings: Sequence[Any]) -> Any:
     meshes = [
         s.mesh
         for s in shardings
-        if isinstance(s, NamedSharding) and several(dict(s.mesh.shape))
+        if isinstance(s, NamedSharding) and _is_of_several(dict(s.mesh.shape))
     ]
     if any(dict(m.shape) != dict(meshes[0].shape) for m in meshes):
         return OTHER_MESHES
@@ -202,3 +202,8 @@ def _asked(jaxpr: Any) -> Iterator[Any]:
         if eqn.primitive.name != "shard_map":
             for body in jaxprs_in_params(eqn.params):
                 yield from _asked(body)
+
+
+def _is_of_several(sizes: Mapping[str, int]) -> bool:
+    """Whether a mesh of these axes has more than one device."""
+    return any(n > 1 for n in sizes.values())

@@ -8,7 +8,7 @@ a mark, an identity that the pass knows as one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ Split = tuple[Axes, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the arrays of a program are.
+    """The placement of a program's arrays on a mesh.
 
     Attributes:
         mesh: The devices by named axes; may be abstract.
@@ -219,8 +219,3 @@ def split_by(spec: Sequence[Any], rank: int) -> Split:
     """
     dims = [(a,) if isinstance(a, str) else tuple(a or ()) for a in spec]
     return (*dims, *((),) * (rank - len(dims)))
-
-
-def several(sizes: Mapping[str, int]) -> bool:
-    """Whether a mesh of these axes has more than one device."""
-    return any(n > 1 for n in sizes.values())

@@ -120,7 +120,7 @@ def runs(program: Numbered) -> list[Run]:
         read = {o[0] for o in run.others if o is not None}
         if len(read) == 1 and not _in_step(run, found[min(read)]):
             index = min(read)
-            pair = _brought_into_step(program, found[index], run, found[:index])
+            pair = _aligned_turns(program, found[index], run, found[:index])
             if pair is None:
                 continue
             found[index], run = pair
@@ -140,7 +140,7 @@ def _in_step(run: Run, other: Run) -> bool:
     return bool((turns == turns[:, :1]).all())
 
 
-def _brought_into_step(
+def _aligned_turns(
     program: Numbered, first: Run, second: Run, before: Sequence[Run]
 ) -> tuple[Run, Run] | None:
     """Shifts the turns of two runs, so that each turn reads one turn of the other.

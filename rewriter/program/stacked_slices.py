@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rewriter.program.counted import counted
+from rewriter.program.counted_loops import counted
 from rewriter.program.graph import Graph
 
 DEPTH = 12

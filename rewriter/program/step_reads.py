@@ -1,4 +1,4 @@
-"""What loops read of arrays step by step, and which loops read alike."""
+"""Finds the arrays that loops read step by step, and loops that read the same."""
 
 from __future__ import annotations
 

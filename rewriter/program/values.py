@@ -92,7 +92,7 @@ _LAYOUT = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
 
 
 class Values(ABC):
-    """What is known of a program's values, each of which has a number.
+    """A program's values by number, and facts about them.
 
     Attributes:
         avals: By value, its shape and dtype.

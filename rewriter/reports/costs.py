@@ -1,4 +1,4 @@
-"""Times and temporary memory of sites in words, and all of them together."""
+"""Writes times and temporary memory of sites in words, and their totals."""
 
 from __future__ import annotations
 

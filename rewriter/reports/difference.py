@@ -55,7 +55,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Count:
-    """How many sites of an op are found and replaced, before and after."""
+    """Numbers of found and replaced sites of an op, before and after."""
 
     op: str
     found: tuple[int, int]
@@ -64,7 +64,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Difference:
-    """What is not the same in two reports. It is false if nothing is.
+    """The differences of two reports. It is false if there are none.
 
     Sites are the same if op, file and function are: lines may move. Where several are,
     those of one line are paired first, and the others in the order of the program.

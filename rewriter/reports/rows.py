@@ -8,21 +8,15 @@ from typing import Any
 
 from rewriter.find.match import NearMiss
 from rewriter.reports.costs import costs_text
-from rewriter.reports.masks import structure, whole_mask
+from rewriter.reports.use import large_operands, parameters, summaries
 from rewriter.rewrite.plan import Site
+from rewriter.support.verdict import Reason
 
 MEASURED = ("tuned", "cached", "shipped", "nearest")
 """Origins of choices made by measuring."""
 
 CALLERS = 4
 """How many of the user's lines a row shows at most."""
-
-QUIET = (
-    "out_dtype", "precision", "empty_rows", "heads_axis", "wraps", "fills",
-    "of_squares", "unshifted", "weights", "outside", "of_log_probabilities", "slopes",
-    "slopes_up", "whole_slopes", "nan_at",
-)  # fmt: skip
-"""Parameters that most sites share, or that shapes show."""
 
 
 def grouped(sites: Sequence[Site]) -> list[list[Site]]:
@@ -123,7 +117,7 @@ def miss_lines(
     """
     yield row_text("✗", miss_head(miss, count), widths)
     yield from _callers({miss.called_from: count})
-    yield from (f"     {reason}" for reason in miss.reasons)
+    yield from (f"     {_reason(miss, reason)}" for reason in miss.reasons[1:])
     if miss.difference and (full or not miss.reasons):
         yield f"     {miss.difference}"
     if miss.suggestion:
@@ -142,7 +136,15 @@ def _kernel(site: Site) -> str:
 
 
 def _near(miss: NearMiss) -> str:
-    return f"nearest: {miss.op}" + (f", {miss.score:.0%} alike" if miss.score else "")
+    """The first reason against a near miss."""
+    if not miss.reasons:
+        return f"computes something else than {miss.op}"
+    return _reason(miss, miss.reasons[0])
+
+
+def _reason(miss: NearMiss, reason: Reason) -> str:
+    """A reason, with its line where that is not the near miss's own."""
+    return reason.text if reason.where == miss.where else str(reason)
 
 
 def _callers(counts: Mapping[str, int]) -> Iterator[str]:
@@ -164,11 +166,10 @@ def _details(site: Site, rate: float) -> Iterator[str]:
         yield text
     if site.sharding:
         yield f"on each device: {site.sharding}"
-    facts += [*_telling(site.params), *structure(site)]
+    facts += [*parameters(site), *summaries(site)]
     if facts:
         yield "; ".join(facts)
-    if array := whole_mask(site, rate):
-        yield array
+    yield from large_operands(site, rate)
     if site.config and site.origin in MEASURED:
         yield f"config: {site.config}"
     if site.numerics:
@@ -177,25 +178,3 @@ def _details(site: Site, rate: float) -> Iterator[str]:
     several = len(set(dict(site.not_chosen).values())) > 1
     if others and (site.replaced or site.origin in MEASURED or several):
         yield "not chosen: " + " · ".join(f"{k} ({r})" for k, r in others)
-
-
-def _telling(params: Mapping[str, object]) -> Iterator[str]:
-    """The parameters worth showing."""
-    for key, value in dict(params).items():
-        if key in QUIET or value in (None, "", (None, None), False):
-            continue
-        if key == "window":
-            yield _window(value)
-        elif key == "activation":
-            yield str(value)
-        elif not (key == "shift" and value == 0):
-            yield f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-
-
-def _window(value: object) -> str:
-    if value == (None, 0):
-        return "causal"
-    left, right = value if isinstance(value, tuple) else (value, value)
-    sides = [f"{left} back" if left is not None else "all before"]
-    sides += [f"{right} ahead" if right is not None else "all after"]
-    return "window " + ", ".join(s for s in sides if not s.startswith("0 "))

@@ -15,8 +15,8 @@ from rewriter.find.body_inputs import BodyInput
 from rewriter.find.region import Regions
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.backward_place import (
+    first_available,
     first_defined,
-    first_had,
     home_of,
     left_by,
     lies_at,
@@ -84,7 +84,7 @@ class Bodies:
         _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
         start = splice.scope if home is first else home
         scopes = {id(start): start}
-        defined = first_had(self.graph, backward.cotangent, home)
+        defined = first_available(self.graph, backward.cotangent, home)
         for _, at, _ in (*found.values(), defined):  # type: ignore[misc]
             scopes[id(at)] = at
         if len(scopes) > 1:  # the results cross calls

@@ -145,7 +145,7 @@ def _with_residuals(
 
     def with_residuals(*given: jax.Array) -> list[jax.Array]:
         # Each device has its own part of a gradient; the program adds them up.
-        arrays = _jax.vary_alike(given)
+        arrays = _jax.with_common_varying(given)
         out, function = gradient_function(code, arrays, list(order))
         saved, tree = jax.tree.flatten(function)
         kept.append(_Pullback(tree, tuple(jnp.ndim(x) == 0 for x in saved)))
@@ -175,7 +175,7 @@ class _Pullback:
 
 @dataclass(frozen=True, eq=False)
 class _InOtherLayouts:
-    """What makes gradients where the replacement reads leaves in other layouts.
+    """The function to gradients, where a replacement reads leaves in other layouts.
 
     Attributes:
         of_read: Makes cotangents of what is read.

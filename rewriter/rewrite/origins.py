@@ -1,4 +1,4 @@
-"""Where the equations of a rewritten program come from."""
+"""Origins: the equation of the original from which each rewritten one comes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class Origins:
-    """Where the equations of a program with splices come from.
+    """The original equations of the equations of a program with splices.
 
     Attributes:
         position: By the id of an equation, the position of its original in the program

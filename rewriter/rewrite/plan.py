@@ -1,4 +1,4 @@
-"""What is known of one recognised op: its place, its kernel, why not others."""
+"""A recognised op: its place, its kernel, and why no other kernel was chosen."""
 
 from __future__ import annotations
 

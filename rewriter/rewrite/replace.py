@@ -192,7 +192,7 @@ class _Work:
         )
         first = [g.spec for g in self.plan.all_given(child)]
         atoms = [*self._given_to(child), *atoms]
-        new = _jax.handing_parts(eqn, body, atoms, given, made, first)
+        new = _jax.returning_more_parts(eqn, body, atoms, given, made, first)
         frame.eqns.append(new)
         env.update(zip(eqn.outvars, new.outvars, strict=False))
         outs = list(new.outvars[len(eqn.outvars) :])

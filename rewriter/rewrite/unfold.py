@@ -19,7 +19,7 @@ Read = Callable[[int], Any]
 """Maps a turn to the operand that an equation reads there."""
 
 
-class Unlike(Exception):
+class TurnsDiffer(Exception):
     """The turns that were left in were not rewritten alike."""
 
 
@@ -33,7 +33,7 @@ def unfold(folded: Folded, short: Any, origins: Origins, labels: Labels) -> Any:
         labels: The labels of the sites in all turns.
 
     Raises:
-        Unlike: If the missing turns cannot be written like those that were left in.
+        TurnsDiffer: If missing turns cannot be written like those that were left in.
     """
     return _Unfolding(folded, short, origins, labels).program()
 
@@ -177,7 +177,7 @@ class _Unfolding:
         eqns, read = live(left, [*outs, *self.read])
         known = folded.whole.constvars, folded.whole.invars, self.handed
         if read.difference(*known):
-            raise Unlike("a variable is read that no equation makes")
+            raise TurnsDiffer("a variable is read that no equation makes")
         starts = [start_of[id(e)] for e in eqns]
         for start, turns in reversed(written):
             at = bisect.bisect_left(starts, start)
@@ -280,19 +280,21 @@ class _Unfolding:
         """Values that only one turn of a run reads: number to column.
 
         Raises:
-            Unlike: If this turn reads one value where other turns read different ones.
+            TurnsDiffer: If this turn reads one value where others read different ones.
         """
         cut, found = self.folded.cuts[index], {}
         run = cut.run
         for column in run.own:
             number = int(run.reads[turn, column])
             if number == run.reads[before, column] or number in run.shared:
-                raise Unlike("values that only one turn reads cannot be distinguished")
+                raise TurnsDiffer(
+                    "values that only one turn reads cannot be distinguished"
+                )
             known = found.setdefault(number, column)
             if known != column:
                 rows = slice(cut.out.start, cut.out.stop)
                 if (run.reads[rows, known] != run.reads[rows, column]).any():
-                    raise Unlike("a turn reads one value where others read two")
+                    raise TurnsDiffer("a turn reads one value where others read two")
         return found
 
     def _read(self, here: _Turns, u: Any, v: Any) -> Read:
@@ -305,7 +307,7 @@ class _Unfolding:
             read = way(here, u, v)
             if read is not None:
                 return read
-        raise Unlike("an operand has no source that all turns share")
+        raise TurnsDiffer("an operand has no source that all turns share")
 
     def _literal(self, here: _Turns, u: Any, v: Any) -> Read | None:
         if not (_jax.is_literal(u) and _jax.is_literal(v) and _jax.same_literal(u, v)):
@@ -398,7 +400,7 @@ class _Unfolding:
                     atom = self._made(index, atom)(_known(self.made[index], turn))
                     self.handed.add(atom)
                     return atom
-                raise Unlike("a value is no longer computed")
+                raise TurnsDiffer("a value is no longer computed")
         atom = self.instead.get(var, var)
         if not _jax.is_literal(atom):
             self.read.add(atom)
@@ -425,14 +427,14 @@ class _Unfolding:
 def _known(known: Container[int], turn: int) -> int:
     """The turn, if it is written."""
     if turn not in known:
-        raise Unlike("a turn of another run was left in")
+        raise TurnsDiffer("a turn of another run was left in")
     return turn
 
 
 def _check_alike(before: Sequence[Any], model: Sequence[Any]) -> None:
     """Refuses two turns with unequal equations."""
     if len(before) != len(model):
-        raise Unlike("a turn has more equations than the one before")
+        raise TurnsDiffer("a turn has more equations than the one before")
     for a, b in zip(before, model, strict=True):
         if (
             a.primitive is not b.primitive
@@ -440,4 +442,6 @@ def _check_alike(before: Sequence[Any], model: Sequence[Any]) -> None:
             or len(a.outvars) != len(b.outvars)
             or not same_params(a.params, b.params)
         ):
-            raise Unlike(f"a turn has {b.primitive} where the one before has another")
+            raise TurnsDiffer(
+                f"a turn has {b.primitive} where the one before has another"
+            )

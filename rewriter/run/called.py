@@ -32,7 +32,7 @@ READ = ("REWRITER_DISABLE", "XLA_FLAGS")  # variables that decide what is found
 
 
 class Called:
-    """What ``jax.jit`` traces: the rewritten program of a function.
+    """The function that ``jax.jit`` traces: it runs the rewritten program.
 
     Args:
         fn: The function.
@@ -74,7 +74,7 @@ class Called:
         fn = self.fn()
         if disabled() or jax.config.jax_disable_jit or not _jax.is_staging():
             return fn(*args, **kwargs)
-        with while_traced(self.forget), _jax.told_of_once(self.__name__):
+        with while_traced(self.forget), _jax.silence_repeated_misses(self.__name__):
             return self._noted(args, kwargs)
 
     def __repr__(self) -> str:
@@ -135,7 +135,7 @@ def called(
 
 @dataclass
 class _Shared:
-    """What was made for each function that lives."""
+    """Objects made for functions, each kept as long as its function lives."""
 
     made: weakref.WeakKeyDictionary[Any, OrderedDict[Any, Called]] = field(
         default_factory=weakref.WeakKeyDictionary

@@ -197,7 +197,7 @@ def _as_given(ours: Mapping[str, Any], patterns: tuple[Any, ...]) -> dict[str, A
 
 @dataclass(frozen=True, eq=False)
 class Maker:
-    """What an optimized function has beside those of ``jax.jit``.
+    """The methods of an optimized function beside those of ``jax.jit``.
 
     Attributes:
         fn: The function as given.

@@ -15,18 +15,15 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.choose.composite import composites, elementary
-from rewriter.choose.planner import for_platform, tasks_of
+from rewriter.choose.planner import target_of, tasks_of
 from rewriter.config import Config
-from rewriter.find.sieve import possible, primitives
+from rewriter.find.sieve import primitives
 from rewriter.measure.programs import Task
-from rewriter.program.equal_constants import once
-from rewriter.program.joined_sums import join
-from rewriter.program.made_inside import LOOP, make_inside
-from rewriter.program.platform_conds import COND, settle
+from rewriter.ops import unaligned
+from rewriter.program import fold
 from rewriter.program.propagation import Placement
-from rewriter.program.sums_of_rows import split
 from rewriter.rewrite.rewritten import Rewritten
-from rewriter.rewrite.unfold import Unlike
+from rewriter.rewrite.unfold import TurnsDiffer
 from rewriter.run import steps
 from rewriter.run.program import Pass, Program
 from rewriter.run.validate import validate
@@ -35,12 +32,43 @@ from rewriter.support import promotion
 
 log = logging.getLogger("rewriter.passes")
 
+PREPARE = (
+    # Prepare: programs that compute the same get the same equations.
+    Pass(
+        "platform_branches",
+        steps.take_platform_branches,
+        lambda p: "cond" in p.primitives,
+    ),
+    Pass("sieve", steps.keep_possible_patterns),
+    Pass("equal_constants", steps.merge_equal_constants, lambda p: bool(p.patterns)),
+    Pass(
+        "masks_in_loops",
+        steps.compute_masks_in_loops,
+        lambda p: bool(p.patterns) and "scan" in p.primitives,
+        optional=True,
+    ),
+    Pass(
+        "joined_losses",
+        steps.join_terms_of_losses,
+        lambda p: p.has_losses and p.config.numerics != "strict",
+        optional=True,
+    ),
+    Pass("sums_of_rows", steps.sum_rows_first, lambda p: p.has_losses),
+)
+"""The passes before the search for sites."""
+
 PASSES = (
+    *PREPARE,
     # Find: which ops does the program compute, and where are their gradients?
-    Pass("fold", steps.leave_out_equal_layers, lambda p: not p.spread, optional=True),
+    Pass(
+        "fold",
+        steps.leave_out_equal_layers,
+        lambda p: not p.spread and len(p.closed_jaxpr.eqns) >= fold.WORTH,
+        optional=True,
+    ),
     Pass("graph", steps.make_graph),
     Pass("match", steps.find_sites),
-    Pass("special_forms", steps.prefer_special_forms),
+    Pass("special_forms", steps.prefer_special_forms, lambda p: p.has_special_forms),
     Pass(
         "composites",
         steps.choose_composites,
@@ -103,7 +131,11 @@ PASSES = (
     Pass(
         "aligned_products",
         steps.align_products,
-        lambda p: not p.spread and p.config.numerics != "strict",
+        lambda p: (
+            not p.spread
+            and p.config.numerics != "strict"
+            and target_of(p.config).platform in unaligned.PLATFORMS
+        ),
         optional=True,
         alone=True,
     ),
@@ -140,14 +172,14 @@ def _rewritten(
     placement: Placement | str | None,
 ) -> Rewritten:
     clock = _Clock()
-    program = _initial_program(closed_jaxpr, config, user_patterns, placement)
+    program = _prepared(closed_jaxpr, config, user_patterns, placement, clock)
     if not program.patterns:
         return _without_patterns(program, clock)
     try:
-        program = _after_passes(program, clock)
-    except Unlike as why:
+        program = _after_passes(program, clock, _later_passes())
+    except TurnsDiffer as why:
         log.debug("layers are looked at one by one: %s", why)
-        program = _after_passes(program, clock, without=("fold",))
+        program = _after_passes(program, clock, _later_passes(without="fold"))
     program.walks.graph.release()
     assert program.found is not None
     return Rewritten(
@@ -171,7 +203,7 @@ def _without_patterns(program: Program, clock: _Clock) -> Rewritten:
     """The outcome of the passes that run where no pattern can occur."""
     if program.config.patterns == "none":
         return Rewritten(program.original)
-    program = _after_passes(program, clock, [p.name for p in PASSES if not p.alone])
+    program = _after_passes(program, clock, [p for p in _later_passes() if p.alone])
     if not program.changed:
         return Rewritten(program.original)
     return Rewritten(
@@ -190,7 +222,7 @@ def has_sites(
         user_patterns: Patterns beyond those that the configuration names.
     """
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
-        program = _initial_program(closed_jaxpr, config, user_patterns, None)
+        program = _prepared(closed_jaxpr, config, user_patterns)
         if not program.patterns:
             return False
         found = steps.find_sites(steps.make_graph(program)).found
@@ -216,7 +248,7 @@ def tasks(
         placement: As for `rewrite`; what is measured is what one device computes.
     """
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
-        program = _initial_program(closed_jaxpr, config, user_patterns, placement)
+        program = _prepared(closed_jaxpr, config, user_patterns, placement)
         if not program.patterns:
             return []
         program = steps.find_sites(steps.make_graph(program))
@@ -233,35 +265,31 @@ def tasks(
         return gathered
 
 
-def _initial_program(
+def _prepared(
     closed_jaxpr: ClosedJaxpr,
     config: Config,
     user_patterns: Sequence[Any],
-    placement: Placement | str | None,
+    placement: Placement | str | None = None,
+    clock: _Clock | None = None,
 ) -> Program:
-    """The program before the first pass; without patterns if none can occur in it."""
+    """The program after `PREPARE`; without patterns if none can occur in it."""
     from rewriter.patterns.sets import in_force
 
-    patterns = in_force(config.patterns, (*config.using, *user_patterns))
-    names = primitives(closed_jaxpr)
-    settled = settle(closed_jaxpr) if COND in names else closed_jaxpr
-    patterns = tuple(for_platform(possible(settled, patterns), config))
-    start = once(settled) if patterns else closed_jaxpr
-    if patterns and LOOP in names:
-        start = make_inside(start)
-    if any(p.of_rows for p in patterns):
-        start = start if config.numerics == "strict" else join(start)
-        start = split(start)
-    return Program(start, closed_jaxpr, config, patterns, placement)
+    patterns = tuple(in_force(config.patterns, (*config.using, *user_patterns)))
+    held = frozenset(primitives(closed_jaxpr))
+    start = Program(closed_jaxpr, closed_jaxpr, config, patterns, held, placement)
+    return _after_passes(start, clock or _Clock(), PREPARE)
 
 
-def _after_passes(
-    program: Program, clock: _Clock, without: Sequence[str] = ()
-) -> Program:
-    """The program after all passes but those that are disabled."""
-    without = (*without, *program.config.disable)
-    for step in PASSES:
-        if step.name in without or not step.when(program):
+def _later_passes(without: str = "") -> list[Pass]:
+    """The passes after `PREPARE`, but one."""
+    return [p for p in PASSES[len(PREPARE) :] if p.name != without]
+
+
+def _after_passes(program: Program, clock: _Clock, passes: Sequence[Pass]) -> Program:
+    """The program after some passes but those that are disabled."""
+    for step in passes:
+        if step.name in program.config.disable or not step.when(program):
             continue
         before, program = program, step.run(program)
         clock(step.name)

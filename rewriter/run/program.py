@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
-from rewriter.choose.placing import Plan
+from rewriter.choose.number_sites import Plan
 from rewriter.config import Config
 from rewriter.find.match import Found, Match, Reason
 from rewriter.find.region import Regions
@@ -33,6 +33,7 @@ class Program:
         original: The program as the user wrote it.
         config: Patterns in force, forced kernels, numerics.
         patterns: The patterns that can occur in it.
+        primitives: The names of the original's primitives, at any depth.
         placement: Where its inputs are, if it runs on more than one device; or why
             that is not known.
         folded: The equal layers that were left out, if any.
@@ -58,6 +59,7 @@ class Program:
     original: ClosedJaxpr
     config: Config
     patterns: tuple[Any, ...]
+    primitives: frozenset[str] = frozenset()
     placement: Placement | str | None = None
     folded: Folded | None = None
     regions: Regions | None = None
@@ -76,6 +78,17 @@ class Program:
     recomputed: tuple[Recomputed, ...] = ()
     shortened: tuple[Shortened, ...] = ()
     aligned: tuple[Aligned, ...] = ()
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether some pattern that can occur reads the loss of each row."""
+        return any(p.of_rows for p in self.patterns)
+
+    @property
+    def has_special_forms(self) -> bool:
+        """Whether a special form of an op was found, or nearly."""
+        assert self.found is not None
+        return bool(self.found.refused) or any(m.op.form_of for m in self.matches)
 
     @property
     def replaced(self) -> bool:

@@ -8,15 +8,20 @@ from dataclasses import replace
 
 from rewriter.algebra.custom_rules import proved, users_rules
 from rewriter.choose.composite import with_composites
-from rewriter.choose.planner import planned, target_of
+from rewriter.choose.planner import for_platform, planned, target_of
 from rewriter.choose.special_form import prefer_special_ops
 from rewriter.find.hidden_by_rules import hidden_by_rules
 from rewriter.find.match import search
 from rewriter.find.region import Regions
+from rewriter.find.sieve import possible
 from rewriter.gradients.general_form import with_general_forms
 from rewriter.gradients.search import search_gradients
+from rewriter.program.equal_constants import once
 from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
+from rewriter.program.prepare import masks_in_loops, sums_of_rows
+from rewriter.program.prepare.joined_losses import join
+from rewriter.program.prepare.platform_branches import settle
 from rewriter.rewrite import replace as splicing
 from rewriter.rewrite.locate import located
 from rewriter.rewrite.not_placed import NotPlaced
@@ -32,12 +37,44 @@ from rewriter.rewrite.passes.packed_operands import use_packed_operands
 from rewriter.rewrite.passes.recompute import recompute_stacked
 from rewriter.rewrite.passes.recompute_activations import recompute_activations
 from rewriter.rewrite.replacements import pairs_of
-from rewriter.rewrite.unfold import Unlike, unfold
+from rewriter.rewrite.unfold import TurnsDiffer, unfold
 from rewriter.run.program import Program
 from rewriter.site.facts import Facts
 from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.passes")
+
+
+def take_platform_branches(program: Program) -> Program:
+    """Takes the only branch that a target can run, where branches are by platform."""
+    return replace(program, closed_jaxpr=settle(program.closed_jaxpr))
+
+
+def keep_possible_patterns(program: Program) -> Program:
+    """Leaves out patterns that cannot occur, by the program's primitives."""
+    found = possible(program.closed_jaxpr, program.patterns)
+    return replace(program, patterns=tuple(for_platform(found, program.config)))
+
+
+def merge_equal_constants(program: Program) -> Program:
+    """Merges constants that hold equal arrays."""
+    return replace(program, closed_jaxpr=once(program.closed_jaxpr))
+
+
+def compute_masks_in_loops(program: Program) -> Program:
+    """Computes masks in the loops that read them, not in a loop before."""
+    made = masks_in_loops.compute_masks_in_loops(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=made)
+
+
+def join_terms_of_losses(program: Program) -> Program:
+    """Adds up the terms of a loss row by row, where they are means of the same rows."""
+    return replace(program, closed_jaxpr=join(program.closed_jaxpr))
+
+
+def sum_rows_first(program: Program) -> Program:
+    """Splits a sum over rows and columns: first over columns, then over rows."""
+    return replace(program, closed_jaxpr=sums_of_rows.split(program.closed_jaxpr))
 
 
 def leave_out_equal_layers(program: Program) -> Program:
@@ -50,10 +87,11 @@ def leave_out_equal_layers(program: Program) -> Program:
 
 def make_graph(program: Program) -> Program:
     """Makes the graph of values and equations."""
-    rules = users_rules(program.closed_jaxpr)
-    ours = proved(rules)
+    custom = any(name.startswith("custom_") for name in program.primitives)
+    rules = users_rules(program.closed_jaxpr) if custom else {}
+    ours = proved(rules) if rules else frozenset()
     regions = Regions(Graph(program.closed_jaxpr, ours))
-    return replace(program, regions=regions, rules=rules, proved=frozenset(ours))
+    return replace(program, regions=regions, rules=rules, proved=ours)
 
 
 def find_sites(program: Program) -> Program:
@@ -69,7 +107,13 @@ def find_sites(program: Program) -> Program:
         there = {(miss.op, miss.where) for miss in more}
         rest = (m for m in found.misses if (m.op, m.where) not in there)
         found = replace(found, misses=(*more, *rest))
-    return replace(program, found=found, matches=found.matches, failures=found.failures)
+    return replace(
+        program,
+        found=found,
+        matches=found.matches,
+        facts=tuple(map(Facts, found.matches)),
+        failures=found.failures,
+    )
 
 
 def prefer_special_forms(program: Program) -> Program:
@@ -92,7 +136,8 @@ def find_gradients(program: Program) -> Program:
     """Finds the gradients that the program computes for each match."""
     assert program.found is not None
     found = search_gradients(program.walks, program.matches)
-    found = with_general_forms(program.walks, program.found.matches, found)
+    if any(m.op.form_of for m in found.matches):
+        found = with_general_forms(program.walks, program.found.matches, found)
     facts = tuple(
         Facts(match, backward, why)
         for match, backward, why in zip(
@@ -158,7 +203,7 @@ def write_equal_layers(program: Program) -> Program:
     if closed_jaxpr is folded.short:
         closed_jaxpr = folded.whole
     elif program.origins is None:
-        raise Unlike("residuals are passed from body to body")
+        raise TurnsDiffer("residuals are passed from body to body")
     else:
         closed_jaxpr = unfold(
             folded, closed_jaxpr, program.origins, program.plan.labels

@@ -103,7 +103,7 @@ class _How:
 
 @dataclass(frozen=True)
 class _Program:
-    """What is measured.
+    """The function to measure, with all options.
 
     Attributes:
         fn: The function.

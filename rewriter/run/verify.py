@@ -21,6 +21,7 @@ from rewriter.errors import VerificationFailed
 from rewriter.program import trace
 from rewriter.program.placement import placed
 from rewriter.reports.report import Report
+from rewriter.reports.use import op_of
 from rewriter.rewrite.replacements import Pair
 from rewriter.run.analysis import rewritten_of
 from rewriter.run.optimize import optimize, with_patterns
@@ -303,16 +304,6 @@ def _next(differs: str) -> str:
     return f"{differs[:1].upper()}{differs[1:]}. " if differs else ""
 
 
-MASKED = {
-    "mean": "the mean of v",
-    "mean_passing": "the mean of v",
-    "nan": "NaN",
-    "nan_passing": "NaN",
-    "zero": "zero",
-    "zero_nan_passing": "zero",
-}
-
-
 def _notes(report: Report, found: Comparison, draws: int) -> list[str]:
     notes = [found.note] if found.note else []
     if found.probes:
@@ -325,11 +316,10 @@ def _notes(report: Report, found: Comparison, draws: int) -> list[str]:
     if unstable := sum(v.unstable for v in found.verdicts):
         notes.append(f"{unstable} rows tell nothing: rounding alone changes them")
     for site in report.sites:
-        rows = MASKED.get(str(dict(site.params).get("empty_rows", "")))
-        if rows and site.replaced:
-            notes.append(
-                f"fully masked rows: in {site.where or site.op} both give {rows}"
-            )
+        op = op_of(site)
+        note = op.note(dict(site.params)) if op is not None and op.note else ""
+        if note and site.replaced:
+            notes.append(f"{site.where or site.op}: {note}")
     if not any(s.replaced for s in report.sites):
         notes.append("nothing was rewritten: both programs are the same")
     return list(dict.fromkeys(notes))

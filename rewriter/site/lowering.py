@@ -88,7 +88,7 @@ def _lower(primitive: Primitive, platform: str, ctx: Any, *args: Any, **params: 
     if platform == NOWHERE or use.kernel(platform) is None or not use.falls_back:
         return _lowered(primitive, platform, ctx, args, params)
     try:
-        with _jax.undone_if_it_fails(ctx):
+        with _jax.rolled_back_on_failure(ctx):
             return _lowered(primitive, platform, ctx, args, params)
     except errors.RewriterError:
         raise

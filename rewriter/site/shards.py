@@ -29,7 +29,7 @@ class NoShards(Exception):
 
 @dataclass(frozen=True)
 class Shards:
-    """How one use of an op is split over devices.
+    """The split of one use of an op over devices.
 
     Attributes:
         mesh: The devices by named axes.
@@ -365,7 +365,7 @@ def spread(
 
     def on_device(*arrays: jax.Array) -> jax.Array:
         given = dict(zip(names, arrays, strict=True))
-        operands = dict(zip(names, _jax.vary_alike(arrays), strict=True))
+        operands = dict(zip(names, _jax.with_common_varying(arrays), strict=True))
         if shards.passed:  # the ring handles positions itself
             return compute(operands, params)
         parts = {

@@ -93,7 +93,7 @@ def bind(
     names = op.ordered(operands)
     made = _resolved(op, kernels)
     use = Use(op, names, _hashable(op, params or {}), made, falls_back)
-    args = _jax.vary_alike([jnp.asarray(operands[n]) for n in names])
+    args = _jax.with_common_varying([jnp.asarray(operands[n]) for n in names])
     with jax.named_scope(f"rewriter/{label or op.name}"):
         return _sharded(use, args)(*args)
 

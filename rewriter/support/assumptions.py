@@ -1,4 +1,4 @@
-"""What a user may assert of values without proof, and what depends on it.
+"""Assumptions that a user may make about values without a proof.
 
 Without `assume=` a site that depends on one of these is left as written.
 """

@@ -1,4 +1,4 @@
-"""What ``require=`` asks for: how many sites of an op are found, or replaced."""
+"""Requirements of ``require=``: how many sites of an op are found, or replaced."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from rewriter.ops.device import Device
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast some work was done.
+    """The rate of some work: operations and bytes per second.
 
     Attributes:
         flops: Floating-point operations a second.

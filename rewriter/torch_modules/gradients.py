@@ -22,7 +22,7 @@ class Kinds(tuple[bool, ...]):
 
 
 class Output(NamedTuple):
-    """What a call gives, and how cotangents go back through it.
+    """The results of a call, and the function that takes cotangents back through it.
 
     Attributes:
         floats: Results that have gradients.

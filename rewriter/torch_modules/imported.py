@@ -22,7 +22,7 @@ from rewriter import _jax
 from rewriter.errors import RewriterError
 from rewriter.torch_modules import lowerings
 
-_OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.(\w+)")
+_OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)(?:\.(\w+))?")
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def torchax() -> Any:
         module.default_env()
     for package in ("torch", "torchax"):  # their lines say nothing of the model
         origin = importlib.util.find_spec(package).origin  # type: ignore[union-attr]
-        _jax.never_name(str(pathlib.Path(origin).parent) + os.sep)  # type: ignore
+        _jax.hide_source_folder(str(pathlib.Path(origin).parent) + os.sep)  # type: ignore
     for name, lowering in lowerings.added(module).items():
         module.default_env().override_op_definition(name, lowering)
     return module
@@ -53,29 +53,32 @@ def torchax() -> Any:
 
 @contextlib.contextmanager
 def _named_operators() -> Iterator[None]:
-    """Gives operators that torchax names, and PyTorch lacks, a name meanwhile."""
+    """Gives operators that torchax names, and this PyTorch lacks, a name in the block.
+
+    PyTorch drops overloads of operators, and whole operators: `cholesky` in 2.14.
+    """
     aten, made = importlib.import_module("torch").ops.aten, []
-    for packet, overload in sorted(_operators_named()):
-        try:
-            found = getattr(aten, packet)
-        except AttributeError:  # torchax asks for it by hasattr
-            continue
-        if not hasattr(found, overload):
+    for operator, overload in sorted(_operators_named()):
+        if not hasattr(aten, operator):
+            setattr(aten, operator, _Dropped())
+            made.append((aten, operator))
+        found = getattr(aten, operator)
+        if overload and not hasattr(found, overload):
             setattr(found, overload, _Dropped())
             made.append((found, overload))
     try:
         yield
     finally:
-        for found, overload in made:
-            delattr(found, overload)
+        for owner, name in reversed(made):
+            delattr(owner, name)
 
 
 class _Dropped:
-    """An operator that this PyTorch does not have."""
+    """An operator, or an overload of one, that this PyTorch does not have."""
 
 
 def _operators_named() -> set[tuple[str, str]]:
-    """The operators in torchax's source, as pairs of a name and an overload."""
+    """The operators in torchax's source: name and overload, which may be ``""``."""
     spec = importlib.util.find_spec("torchax")
     folder = pathlib.Path(spec.origin).parent  # type: ignore[union-attr,arg-type]
     texts = (path.read_text() for path in folder.rglob("*.py"))

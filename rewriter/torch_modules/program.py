@@ -13,11 +13,11 @@ import torch
 
 from rewriter.torch_modules.arrays import array_of, on_jax, tensor_of
 from rewriter.torch_modules.imported import torchax
-from rewriter.torch_modules.trees import Structure, taken_apart
+from rewriter.torch_modules.trees import Structure, flattened
 
 
 class State(NamedTuple):
-    """What a module holds, by name, as its ``state_dict`` names it.
+    """Parameters and buffers of a module, by the names of its ``state_dict``.
 
     Attributes:
         params: Parameters of which gradients are asked for.
@@ -31,7 +31,7 @@ class State(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Called:
-    """How a module is called.
+    """A call of a module: the structure of its arguments, and which parts are trained.
 
     Attributes:
         structure: The structure of arguments by position and by name.
@@ -45,7 +45,7 @@ class Called:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Returned:
-    """What a call returned beside arrays: a structure, and if it drew numbers."""
+    """The result of a call without its arrays: a structure, and if it drew numbers."""
 
     structure: Structure
     drew: bool
@@ -53,7 +53,7 @@ class Returned:
 
 def called(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[list[Any], Called]:
     """Returns the tensors of a call, and the rest of it."""
-    tensors, structure = taken_apart((args, kwargs))
+    tensors, structure = flattened((args, kwargs))
     training = tuple(m.training for m in module.modules())
     return tensors, Called(structure, training)
 
@@ -99,7 +99,7 @@ def function_of(module: torch.nn.Module) -> Any:
         args, kwargs = call.structure.joined(env.j2t_iso(arrays))
         with torch.no_grad(), env, env.override_property(prng=key):
             out, after = _call(module, held, args, kwargs)
-            tensors, structure = taken_apart(out)
+            tensors, structure = flattened(out)
             found = [x.jax() if on_jax(x) else array_of(x) for x in tensors]
             drew = env.param.prng is not key
         now = {k: v.jax() for k, v in after.items() if on_jax(v)}
@@ -116,14 +116,16 @@ def _call(
     """Returns what a module returns that holds these tensors, and holds afterwards."""
     before = {full: owner for owner, _, full in _plain_tensors(module)}
     own = {k: v for k, v in held.items() if k not in before}
-    with _plainly(module, held):
+    with _with_plain_tensors(module, held):
         out = torch.func.functional_call(module, own, args, kwargs)
         plain = {full: vars(o)[name] for o, name, full in _plain_tensors(module)}
     return out, {**own, **plain}
 
 
 @contextlib.contextmanager
-def _plainly(module: torch.nn.Module, held: Mapping[str, Any]) -> Iterator[None]:
+def _with_plain_tensors(
+    module: torch.nn.Module, held: Mapping[str, Any]
+) -> Iterator[None]:
     """Has tensors that are plain attributes hold other ones meanwhile."""
     before = [(o, n, vars(o)[n], full) for o, n, full in _plain_tensors(module)]
     try:
@@ -137,7 +139,7 @@ def _plainly(module: torch.nn.Module, held: Mapping[str, Any]) -> Iterator[None]
             vars(owner)[name] = value
 
 
-def put_back(module: torch.nn.Module, changed: Mapping[str, Any]) -> None:
+def restore(module: torch.nn.Module, changed: Mapping[str, Any]) -> None:
     """Gives a module the tensors that a call changed, in place where it holds them."""
     now = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     for full, array in changed.items():

@@ -1,4 +1,4 @@
-"""What a module is called with, and returns: tensors, and the structure around them."""
+"""Splits arguments and results of a module into tensors and their structure."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Structure:
         return _plain(self.joined(arrays))
 
 
-def taken_apart(tree: Any) -> tuple[list[Any], Structure]:
+def flattened(tree: Any) -> tuple[list[Any], Structure]:
     """Returns a tree's tensors in order, and its structure.
 
     Raises:

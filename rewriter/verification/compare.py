@@ -20,7 +20,7 @@ from rewriter.measure import oracle
 from rewriter.support.dtypes import is_float
 from rewriter.verification.decision_inputs import deciding
 from rewriter.verification.judge import Verdicts, judged
-from rewriter.verification.probes import Probe, draws, probes, shaken
+from rewriter.verification.probes import Probe, draws, perturbed, probes
 from rewriter.verification.rounding import coarsest
 
 log = logging.getLogger("rewriter.compare")
@@ -34,7 +34,7 @@ Flat = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Difference:
-    """How one result differs.
+    """The difference of one result.
 
     Attributes:
         result: Its position.
@@ -215,7 +215,7 @@ class _Both:
         return [
             function(
                 [
-                    shaken(x, d, coarse, seed)
+                    perturbed(x, d, coarse, seed)
                     for x, d in zip(leaves, self.deciding, strict=True)
                 ]
             )

@@ -28,7 +28,7 @@ NEAR_AT_MOST = 0.3
 """... and at most this share of a row."""
 
 SHAKES = 16.0
-"""How many times farther than a run with shaken arguments a row may be."""
+"""How many times farther than a run with perturbed arguments a row may be."""
 
 ZERO = 1e-10
 """The share of the arguments' size below which a float64 result counts as zero if the
@@ -56,7 +56,7 @@ NOISE = 0.3
 arguments move by a rounding. A wrong value changes by a few roundings."""
 
 TOGETHER = 4.0
-"""How many times farther than a run with shaken arguments all rows together may be.
+"""How many times farther than a run with perturbed arguments all rows together may be.
 Single rows may be `SHAKES` times farther, which hides what is wrong in all of them."""
 
 Runs = Callable[[], Sequence[Any]]
@@ -92,7 +92,7 @@ def judged(
     written: Any,
     rewritten: Any,
     coarse: str,
-    shaken: Runs = tuple,
+    perturbed: Runs = tuple,
     exact: Callable[[], Any] | None = None,
     *,
     again: Runs = tuple,
@@ -109,8 +109,8 @@ def judged(
         written: The result of the program as written.
         rewritten: That of the rewritten one.
         coarse: The coarsest dtype on the way to it.
-        shaken: Returns original results for arguments moved by a rounding; called only
-            if the two differ.
+        perturbed: Returns original results for arguments moved by a rounding; called
+            only if the two differ.
         exact: Returns the result in float64; called likewise.
         again: Returns rewritten results for arguments moved by a rounding; called only
             if a gradient still differs.
@@ -131,9 +131,9 @@ def judged(
     """
     with np.errstate(all="ignore"):
         return _judged(
-            written, rewritten, coarse, shaken, exact, again=again, gradient=gradient,
-            scaled=scaled, infinite=infinite, always=always, together=together,
-            unit=unit,
+            written, rewritten, coarse, perturbed, exact, again=again,
+            gradient=gradient, scaled=scaled, infinite=infinite, always=always,
+            together=together, unit=unit,
         )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def _judged(
     written: Any,
     rewritten: Any,
     coarse: str,
-    shaken: Runs,
+    perturbed: Runs,
     exact: Callable[[], Any] | None,
     *,
     again: Runs,
@@ -159,7 +159,7 @@ def _judged(
     if not a.size:
         return Verdicts()
     if not jnp.issubdtype(a.dtype, jnp.inexact):
-        return _exactly(a, b, shaken)
+        return _exactly(a, b, perturbed)
     seen = np.isfinite(a) | (not infinite)
     shown = lambda x: np.where(seen, x, x.dtype.type(0))
     a, b = shown(a), shown(b)
@@ -171,7 +171,7 @@ def _judged(
     reference = None if exact is None else _wide(shown(_host(exact())))
     case = _Case(a, b, coarse, (), reference, scaled, floor, unit)
     if not case.fine(gradient, sizes):
-        others = [_wide(shown(_host(x))) for x in shaken()]
+        others = [_wide(shown(_host(x))) for x in perturbed()]
         case = _Case(a, b, coarse, others, reference, scaled, floor, unit)
         if gradient and sizes and together:
             case.compare_together()
@@ -180,11 +180,11 @@ def _judged(
     return case.verdicts(gradient, sizes)
 
 
-def _exactly(a: np.ndarray, b: np.ndarray, shaken: Runs) -> Verdicts:
+def _exactly(a: np.ndarray, b: np.ndarray, perturbed: Runs) -> Verdicts:
     """Judges integers: they must be equal, except where rounding alone changes them."""
     off = a != b
     if off.any():
-        for other in shaken():
+        for other in perturbed():
             off &= _host(other) == a
     if not off.any():
         return Verdicts()
@@ -201,7 +201,7 @@ class _Case:
         written: np.ndarray,
         rewritten: np.ndarray,
         coarse: str,
-        shaken: Sequence[np.ndarray] = (),
+        perturbed: Sequence[np.ndarray] = (),
         exact: np.ndarray | None = None,
         scaled: bool = False,
         floor: float = FLOOR,
@@ -215,7 +215,7 @@ class _Case:
         self.kinds = kinds_a, kinds_b
         self.moved = kinds_a != kinds_b
         self.tolerance = max(allowed_by_dtype(coarse or written.dtype), 1e-15)
-        others = [_rows(x) for x in shaken]
+        others = [_rows(x) for x in perturbed]
         for x in others:  # rounding alone decides here
             self.moved &= _kinds(x) == kinds_a
         exact = None if exact is None else _rows(exact)

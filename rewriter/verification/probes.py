@@ -323,7 +323,7 @@ def _drawn(random: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return _counted(np.zeros(shape, dtype))
 
 
-def shaken(x: Any, decides: bool, coarse: str, seed: int) -> Any:
+def perturbed(x: Any, decides: bool, coarse: str, seed: int) -> Any:
     """Returns an array with every float moved by a rounding or two.
 
     Arrays that comparisons read move by their own type's roundings, equal values alike.

@@ -27,7 +27,7 @@ import numpy as np
 from rewriter import _jax
 from rewriter.hardware import timing
 from rewriter.kernels.attention import hopper, xla
-from rewriter.kernels.attention.empty import if_any
+from rewriter.kernels.attention.empty_rows import complete_if_any_empty
 from rewriter.kernels.attention.hopper.backward_config import backward_default
 from rewriter.kernels.attention.hopper.config import default
 from rewriter.kernels.attention.reference import reference
@@ -92,7 +92,7 @@ def ways(params: dict[str, Any], config: Any) -> dict[str, Callable[..., Any]]:
             return xla.with_passed(grads, given, own, out=out, lse=lse, cotangent=up)
 
         grads = gradients("zero")(given, out, kept, up)
-        return if_any(lse == -jnp.inf, grads, completed)
+        return complete_if_any_empty(lse == -jnp.inf, grads, completed)
 
     return {
         "none": gradients("zero"), "in kernels": gradients(FILL),

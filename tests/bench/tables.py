@@ -688,7 +688,29 @@ def attention_profile() -> str:
     return f"{_table(head, rows)}\n\n{note}"
 
 
+def structure() -> str:
+    """The counts of the package before its folders, and now."""
+    data = json.loads(record.named("structure").read_text())
+    old, new = data["before"], data["now"]
+    rows = [
+        ("modules in the fullest folder", "{modules}, `{fullest}`"),
+        ("folders with modules", "{folders}"),
+        ("lines of the longest file", "{longest}, `{longest_file}`"),
+        ("functions of more than 60 lines", "{long} of {functions}"),
+        ("pairs of places that repeat six lines or more", "{repeated}"),
+        ("lines", "{lines}"),
+        ("files of `rewriter` that run for one attention", "{rewriter_files}"),
+        ("functions of `rewriter` that run for it", "{rewriter_functions}"),
+        ("files of `patterns` that run for it", "{patterns_files}"),
+    ]
+    lines = ["| | before | now |", "| --- | --- | --- |"]
+    for name, form in rows:
+        lines.append(f"| {name} | {form.format(**old)} | {form.format(**new)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
+    "structure": structure,
     "first_example": first_example,
     "gains": gains,
     "options": options,

@@ -13,7 +13,7 @@ import rewriter
 from rewriter.gradients.addends import read_as_a_sum, returned, terms
 from rewriter.program.graph import Graph
 from tests import slow
-from tests.find.test_stacked import in_float64
+from tests.find.test_sliced_operands import in_float64
 from tests.gradients.test_gradients import FORCED, agree, scanned, unrolled
 from tests.support.arrays import normal
 

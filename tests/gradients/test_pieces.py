@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.find.stacked import pieces
+from rewriter.find.sliced_operands import pieces
 from rewriter.program.graph import Graph
 from tests.gradients.test_gradients import FORCED, agree
 from tests.support.arrays import normal

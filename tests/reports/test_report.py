@@ -31,7 +31,7 @@ MISS = NearMiss(
     "attention",
     "vision.py:140 (Pool)",
     (
-        Reason("layout", "k is permuted (0,2,3,1)", "vision.py:137"),
+        Reason("layout", "k is permuted", "vision.py:137"),
         Reason("escape", "probabilities are also returned", "vision.py:143"),
     ),
     "scores: expected c·Σ q k, found 60·tanh(…)",
@@ -62,8 +62,7 @@ rewriter.explain(train_step)   jax 0.12.0   cpu   patterns: default
      causal; scale 0.125
      not chosen: xla (stores 50 MiB)
  = rms_norm   ×2           layers.py:31             xla: xla is as fast  #2-3
- ✗ attention  ×1           vision.py:140 (Pool)     nearest: attention, 85% alike
-     k is permuted (0,2,3,1)    vision.py:137
+ ✗ attention  ×1           vision.py:140 (Pool)     k is permuted    vision.py:137
      probabilities are also returned    vision.py:143
    next: return weights only when asked for
  ✗ left as written: KeyError: x    a.py:1"""

@@ -77,7 +77,7 @@ def borderline(original: Any, others: Variants, which: int) -> np.ndarray:
     """Entries of which rounding decides whether they are finite."""
     mine = numbers(original)
     finite = np.isfinite(mine)
-    runs = (others.eager, *others.nudged, *others.shaken, *others.rounded)
+    runs = (others.eager, *others.nudged, *others.perturbed, *others.rounded)
     changes = [np.isfinite(r[which]) != finite for r in runs]
     later = others.shifted[which]
     changes.append((np.isfinite(later) != finite) | ((mine == 0) & (later != 0)))

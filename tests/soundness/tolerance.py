@@ -53,7 +53,7 @@ class Variants:
         right: The same of programs that may be computed instead, see `allowed`.
         unseen: Entries of rows of which every key that is kept has a score of -inf.
         nudged: With operands that differ in their last bit, by several draws.
-        shaken: With those that differ in their last three bits.
+        perturbed: With those that differ in their last three bits.
         rounded: With every result off by its last bits, by several draws; none at
             first.
         beside: With fills that hide all scores, in the program's own precision.
@@ -65,7 +65,7 @@ class Variants:
     right: list[list[np.ndarray]]
     unseen: list[np.ndarray]
     nudged: list[list[np.ndarray]]
-    shaken: list[list[np.ndarray]]
+    perturbed: list[list[np.ndarray]]
     rounded: list[list[np.ndarray]]
     beside: list[np.ndarray]
     shifted: list[np.ndarray]
@@ -98,7 +98,7 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
         usual = _exact(of(bottomless), program, _usual(program, values))
         unseen = [x & ~np.isnan(y) for x, y in zip(unseen, usual, strict=True)]
     compiled = passes.compiled(run)
-    nudged, shaken = (
+    nudged, perturbed = (
         [
             [numbers(x) for x in compiled(_nudged(program, values, seed, bits))]
             for seed in range(draws)
@@ -112,7 +112,7 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
         ]
     )
     beside, shifted = map(as_is, (allowed.hiding(program), allowed.shifted(program)))
-    return Variants(eager, exact, right, unseen, nudged, shaken, [], beside, shifted)
+    return Variants(eager, exact, right, unseen, nudged, perturbed, [], beside, shifted)
 
 
 def with_rounding(

@@ -5,7 +5,7 @@ blocks that a tile sees, it meets those with rows without keys, with these weigh
 rows that masks of data may leave without keys cost a comparison of two numbers for a
 tile, where there are none.
 
-`rewriter.kernels.attention.empty` says what such rows pass back.
+`rewriter.kernels.attention.empty_rows` says what such rows pass back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import NAN, PASSES, PASSING, ZERO
+from rewriter.kernels.attention.empty_rows import NAN, PASSES, PASSING, ZERO
 from rewriter.kernels.attention.hopper import pallas
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the kernels of gradients read: numbers of rows, and both sides of the scores.
+"""Inputs of the gradient kernels: numbers of rows, and both sides of the scores.
 
 For dq rows are queries and columns keys. For dk and dv they are swapped.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import ZERO
+from rewriter.kernels.attention.empty_rows import ZERO
 from rewriter.kernels.attention.hopper import block_masks
 from rewriter.kernels.attention.hopper.averaged_rows import delta_of
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import if_any
+from rewriter.kernels.attention.empty_rows import complete_if_any_empty
 from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper.averaged_rows import (
     Averages,
@@ -111,7 +111,7 @@ def backward(
     if averages is None or not averages.passes or not others:
         return grads
     completed = lambda given: _with_empty_rows(given, use, out, lse, cotangent)
-    return grads | if_any(x.empty, others, completed)
+    return grads | complete_if_any_empty(x.empty, others, completed)
 
 
 def _of_qkv(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
@@ -293,7 +293,7 @@ def _call(kind: Any, side: Side, out: Mapping[str, Any], **changed: Any) -> Any:
         **changed: References to memory that it changes.
     """
     p = side.problem
-    named = side.arrays | pallas.dealt(p.order) | changed
+    named = side.arrays | pallas.assigned_tiles(p.order) | changed
     scratch = kind.scratch(p, named["q"].dtype)
 
     def body(*references: Any, **memory: Any) -> None:

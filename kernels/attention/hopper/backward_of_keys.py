@@ -220,10 +220,10 @@ class Divided(OfKeys):
     def compute(self) -> None:
         """Computes this warpgroup's half of every tile."""
         for w, kind in enumerate((_Weights, _Changes)):
-            run = kind(self.p, self.given, self.memory).run_half
+            run = kind(self.p, self.given, self.memory).run_warpgroup
             pallas.when(self.warpgroup == w)(run)
 
-    def run_half(self) -> None:
+    def run_warpgroup(self) -> None:
         """Does what `Kernel.compute` does."""
         super().compute()
 
@@ -293,11 +293,11 @@ class _Weights(Divided):
 class _Changes(Divided):
     """The second warpgroup's part: changes of weights, and dk."""
 
-    def run_half(self) -> None:
+    def run_warpgroup(self) -> None:
         """Does the work of `Kernel.compute`, having marked the weights' memory free."""
         for place in range(WEIGHTS):
             plgpu.barrier_arrive(self.memory["weights_free"].at[place])
-        super().run_half()
+        super().run_warpgroup()
 
     def begin(self, tile: Tile) -> Any:
         """Returns zeros to sum up in."""

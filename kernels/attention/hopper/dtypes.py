@@ -1,4 +1,4 @@
-"""Which dtypes the Hopper kernels take, and in how many parts they round weights.
+"""Dtypes that the Hopper kernels take, and the parts into which they round weights.
 
 Tensor cores multiply 16-bit floats, and add up in float32. So q, k and v are exact, and
 weights are rounded: that is what programs do, too, unless they multiply weights of

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.empty import AVERAGED, ZERO
+from rewriter.kernels.attention.empty_rows import AVERAGED, ZERO
 from rewriter.kernels.attention.hopper import block_masks, pallas, panels
 from rewriter.kernels.attention.hopper.blocks import (
     Mask,
@@ -204,7 +204,7 @@ def _named(p: _Problem, use: Use, extra: dict[str, Array]) -> dict[str, Array]:
     """The kernel's arrays by name. `extra` has those of operands beside q, k and v."""
     named = use.tensors()
     named |= {name: named[name].swapaxes(1, 2) for name in p.swapped}
-    named |= pallas.dealt(p.order) | use.numbers() | extra
+    named |= pallas.assigned_tiles(p.order) | use.numbers() | extra
     found = block_masks.table(
         p.b, *use.lengths, p.config.rows, p.config.block_kv, use.mask, use.segments
     )

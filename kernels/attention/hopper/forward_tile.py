@@ -1,4 +1,4 @@
-"""What one warpgroup computes: 64 rows of a tile of queries.
+"""The work of one warpgroup: 64 rows of a tile of queries.
 
 Scores of a block of keys become weights by a running softmax: see
 `rewriter.kernels.attention.hopper.forward_kernel`.
@@ -127,10 +127,10 @@ class Tile:
         x, mine = self.x, self.block.warpgroup
         plgpu.barrier_wait(x["q_ready"].at[mine])
         plgpu.barrier_arrive(x["q_free"].at[mine])
-        self.give_back(0, step)  # others begin with it, and take no turn
+        self.release_block(0, step)  # others begin with it, and take no turn
         self.skip(1, self.range.count, step)
 
-    def give_back(self, i: Any, step: Any) -> None:
+    def release_block(self, i: Any, step: Any) -> None:
         """Releases the memory of the i-th block without reading it."""
         slot = self.slot(i, step)
         for name in "kv":
@@ -142,7 +142,7 @@ class Tile:
         config = self.p.config
 
         def block(i: Any, carry: Any) -> Any:
-            self.give_back(i, step)
+            self.release_block(i, step)
             if config.turns:
                 pallas.wait_for_turn(config.warpgroups)
                 pallas.pass_turn(config.warpgroups)
@@ -285,10 +285,10 @@ class Tile:
         if not p.natural:
             sink = sink / p.scale if p.softcap is None else sink * LOG2E
         top = pallas.zeros((64,)) + sink
-        top = top + self.lean() if p.terms.slopes else top
+        top = top + self.row_slopes() if p.terms.slopes else top
         return top, pallas.zeros(shape, shape[0] / math.prod(shape))
 
-    def lean(self) -> Array:
+    def row_slopes(self) -> Array:
         """Returns the part of slopes that depends on a row's place: [64]."""
         rows = pallas.row_positions(64).astype(jnp.float32)
         return rows * pallas.scalar(self.block.given["slopes"], self.n)
@@ -296,7 +296,7 @@ class Tile:
     def sloped(self, scores: Array, key: Any) -> Array:
         """Returns scores with distances from the tile's first row, times the slope.
 
-        The rest, `lean`, is the same for all of a row's keys.
+        The rest, `row_slopes`, is the same for all of a row's keys.
         """
         slope = pallas.scalar(self.block.given["slopes"], self.n)
         away = jnp.asarray(key - self.mine - self.offset, jnp.float32)
@@ -428,7 +428,7 @@ class Tile:
         """Puts the rows' log-sum-exp into shared memory, or its two terms."""
         p, x, mine = self.p, self.x, self.block.warpgroup
         if p.terms.slopes:
-            top = top - self.lean()
+            top = top - self.row_slopes()
         c = p.scale if p.softcap is None else 1 / LOG2E
         top, rest = top * (1.0 if p.natural else c), jnp.log(total)
         if p.splits:

@@ -358,7 +358,7 @@ def pass_turn(warpgroups: int) -> None:
     _named_barrier("arrive", 1, warpgroups)
 
 
-def dealt(order: Order) -> dict[str, Any]:
+def assigned_tiles(order: Order) -> dict[str, Any]:
     """Returns the arrays in global memory that `over_tiles` reads, by name."""
     if order.claimed:
         return {"claims": work_stealing.counter()}
@@ -376,7 +376,7 @@ def over_tiles(
 
     Args:
         order: The tiles.
-        given: References to the arrays that `dealt` returned.
+        given: References to the arrays that `assigned_tiles` returned.
         memory: Holds `work_stealing.scratch` if tiles are claimed.
         body: Takes an index of the order, and the number of steps so far.
         copies: Whether this is the warpgroup that copies.

@@ -28,7 +28,7 @@ AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Read:
-    """What a function reads beside the products.
+    """The operands of a function beside the products.
 
     Attributes:
         arrays: For each of its arrays the numbers for this tile, [64, n], float32 for

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import hopper, xla
-from rewriter.kernels.attention.empty import PASSES
+from rewriter.kernels.attention.empty_rows import PASSES
 from rewriter.kernels.attention.estimate import of_xla
 from rewriter.kernels.attention.hopper.backward_config import (
     first_fitting_backward,

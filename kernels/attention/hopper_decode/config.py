@@ -87,7 +87,7 @@ def configs(spec: Spec, device: Device) -> list[Split]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What shared memory and registers depend on.
+    """Sizes on which shared memory and registers depend.
 
     Attributes:
         rows: As `rows_of` gives them.

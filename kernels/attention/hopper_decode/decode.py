@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.kernels.attention.empty import AVERAGED, ZERO
+from rewriter.kernels.attention.empty_rows import AVERAGED, ZERO
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper.dtypes import parts as parts_of
 from rewriter.kernels.attention.hopper.use import Use

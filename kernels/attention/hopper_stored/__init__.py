@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.empty import AVERAGED, PASSES, ZERO
+from rewriter.kernels.attention.empty_rows import AVERAGED, PASSES, ZERO
 from rewriter.kernels.attention.hopper_stored.config import (
     KEYS,
     ROWS,
@@ -26,6 +26,7 @@ from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.kernels.shared.rounding import SIXTEEN, InFloat32, in_float32
 from rewriter.ops.estimate import seconds
 from rewriter.ops.kernel import Space, Speed
@@ -71,7 +72,7 @@ READ = 0.85
 def supports(spec: Spec) -> Verdict:
     """Returns whether it supports a use: few queries, keys and values of 8 bits."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     found = [importable("jax.experimental.pallas.mosaic_gpu")]
     if more := ", ".join(sorted(set(spec.operands) - OPERANDS)):
         found.append(no("operands", f"this kernel does not take {more}"))

@@ -1,4 +1,4 @@
-"""What attention to stored keys and values does in instructions of its own.
+"""PTX instructions for attention to stored keys and values.
 
 Scores are transposed: a row for each key and a column for each query. Lane
 ``4 q + t`` of warp w has two rows, ``16 w + q`` and the one 8 behind it. Its columns
@@ -206,7 +206,7 @@ def combine(
 
 @dataclass(frozen=True)
 class _Part:
-    """What one warpgroup found for a query.
+    """One warpgroup's part of a query's result.
 
     Attributes:
         highest: Its maximum, in units of log(2).

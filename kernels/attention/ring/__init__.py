@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rewriter.kernels.attention.empty import PASSING
+from rewriter.kernels.attention.empty_rows import PASSING
 from rewriter.kernels.attention.overflow import PARAM
 from rewriter.kernels.attention.ring.passes import PASSED, backward, forward
 from rewriter.kernels.attention.ring.turns import turns
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.ops.op import Ring
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -29,7 +30,7 @@ OPERANDS = frozenset({"q", "k", "v", "q_segments", "kv_segments", "kv_lengths"})
 def supports(spec: Spec, count: int) -> Verdict:
     """Returns whether a ring supports a use; `spec` is one device's part."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     more = sorted(set(spec.operands) - OPERANDS)
     found = [YES]
     if more:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import PASSES, passed
-from rewriter.kernels.attention.ring.empty import filled, given_back, may_be_empty
+from rewriter.kernels.attention.empty_rows import PASSES, passed
+from rewriter.kernels.attention.ring.empty_rows import filled, given_back, may_be_empty
 from rewriter.kernels.attention.ring.turns import Seen, Turn, turns
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.by_entry import by_entry
-from rewriter.kernels.attention.empty import AVERAGED
+from rewriter.kernels.attention.empty_rows import AVERAGED
 from rewriter.kernels.attention.tpu.config import (
     ANY,
     SMALLEST,

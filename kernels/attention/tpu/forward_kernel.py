@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from rewriter.kernels.attention.empty import NAN
+from rewriter.kernels.attention.empty_rows import NAN
 from rewriter.kernels.attention.tpu import operands, schedule
 from rewriter.kernels.attention.tpu.config import Blocks, vmem
 from rewriter.kernels.attention.tpu.operands import Input, Place

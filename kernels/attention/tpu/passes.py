@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import NAN, PASSES, ZERO, if_any
+from rewriter.kernels.attention.empty_rows import (
+    NAN,
+    PASSES,
+    ZERO,
+    complete_if_any_empty,
+)
 from rewriter.kernels.attention.tpu import (
     backward_kernel,
     bias_kernel,
@@ -152,7 +157,7 @@ def backward(
         completed = lambda given: xla.with_passed(
             given, operands, params, out=out, lse=lse, cotangent=cotangent
         )
-        grads = if_any(empty, grads, completed)
+        grads = complete_if_any_empty(empty, grads, completed)
     return {n: x.astype(operands[n].dtype) for n, x in grads.items()}
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import AVERAGED
+from rewriter.kernels.attention.empty_rows import AVERAGED
 from rewriter.kernels.attention.tpu.schedule import Cut
 from rewriter.kernels.attention.visibility import FAR
 

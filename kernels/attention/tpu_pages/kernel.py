@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from rewriter.kernels.attention.empty import AVERAGED, NAN
+from rewriter.kernels.attention.empty_rows import AVERAGED, NAN
 from rewriter.kernels.attention.pages import AXES, numbered
 from rewriter.kernels.attention.tpu.forward_kernel import (
     LEAST,

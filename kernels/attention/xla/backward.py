@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import (
+from rewriter.kernels.attention.empty_rows import (
     AVERAGED,
     NAN,
     PASSES,
     PASSING,
     ZERO,
-    if_any,
+    complete_if_any_empty,
     passed,
 )
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
 from rewriter.kernels.attention.xla.forward import first_sums, kept_factors, running
+from rewriter.kernels.attention.xla.function_weights import through_divisor
 from rewriter.kernels.attention.xla.problem import Problem, problem_of
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.attention.xla.tile import Tile, is_float
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
-from rewriter.kernels.attention.xla.weighed import through_divisor
 from rewriter.kernels.shared.contraction import contraction
 from rewriter.kernels.shared.slices import part, with_part
 from rewriter.ops.score import SOFTMAX
@@ -83,7 +83,7 @@ def with_passed(
     """Returns cotangents with the share that rows without keys pass to their scores.
 
     It serves kernels that compute the cotangents of other rows, and of v. It is meant
-    for `if_any`: the share is computed whether or not there is such a row.
+    for `complete_if_any_empty`: whether there is such a row, it does not ask.
 
     Args:
         grads: The cotangents to complete.
@@ -145,7 +145,7 @@ def _over_rows(
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the tiles of one block of rows read; c is a key head, r a row.
+    """Operands of the tiles of one block of rows; c is a key head, r a row.
 
     Attributes:
         idle: Which rows add nothing, bool [c, r, 1].
@@ -259,7 +259,7 @@ def _add_tile(block: Block, rows: _Rows, averaged: bool, tile: Tile, carry: Any)
     d = contraction("cre,cse->crs", rows.up, tile.values())
     if averaged:
         weights = jnp.where(rows.idle, 0, jnp.full_like(x, 1) / number(block.p.sizes.s))
-        weights = tile.only_fresh(weights)
+        weights = tile.only_new_keys(weights)
         d = jnp.where(weights == 0, 0, d)  # of rows that add nothing
     elif block.p.normalisation == SOFTMAX:
         weights = jnp.exp(x - rows.top - rows.rest)
@@ -341,7 +341,7 @@ def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
     empty = p.arrays["lse"] == -jnp.inf
     if p.empty_rows in ZERO and p.empty_rows not in PASSES:
         return {}
-    return if_any(empty, grads, lambda given: _of_empty(p, given, empty))
+    return complete_if_any_empty(empty, grads, lambda given: _of_empty(p, given, empty))
 
 
 def _of_empty(p: Problem, grads: dict[str, Array], empty: Array) -> dict[str, Array]:

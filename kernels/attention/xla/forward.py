@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import AVERAGED, NAN
+from rewriter.kernels.attention.empty_rows import AVERAGED, NAN
+from rewriter.kernels.attention.xla.function_weights import weighed
 from rewriter.kernels.attention.xla.problem import Problem, problem_of
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.attention.xla.tile import Tile
 from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
-from rewriter.kernels.attention.xla.weighed import weighed
 from rewriter.kernels.shared.contraction import contraction
 from rewriter.ops.score import SOFTMAX, SUM
 

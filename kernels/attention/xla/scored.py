@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import NAN_PASSING, ZERO_NAN_PASSING
+from rewriter.kernels.attention.empty_rows import NAN_PASSING, ZERO_NAN_PASSING
+from rewriter.kernels.attention.nonzero_window import narrowed, reach
 from rewriter.kernels.attention.op import SCORED
-from rewriter.kernels.attention.reach import narrowed, reach
 from rewriter.kernels.attention.scored_form import as_attention
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Space, Speed

@@ -122,7 +122,7 @@ class Tile:
         z = self.p.sizes
         return [self.s >= self.nominal] if self.edge and z.keys_overlap else []
 
-    def only_fresh(self, x: Array) -> Array:
+    def only_new_keys(self, x: Array) -> Array:
         """Returns x [c, r, s] with 0 for keys that the block before has too."""
         for fresh in self.fresh():
             x = jnp.where(fresh, x, 0)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit import xla
-from rewriter.kernels.gated_linear_unit.branches import Use, combine
+from rewriter.kernels.gated_linear_unit.branches import Use, combine, refused_addends
 from rewriter.kernels.gated_linear_unit.tpu.config import (
     SMALLEST,
     Sizes,
@@ -30,6 +30,7 @@ from rewriter.kernels.gated_linear_unit.tpu.config import fits as fits
 from rewriter.kernels.gated_linear_unit.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
 from rewriter.kernels.shared.kinds import TPU
+from rewriter.kernels.shared.limits import known_sizes
 from rewriter.kernels.shared.tpu import refused_dtypes, refused_precision
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Space, Spec, Speed
@@ -38,18 +39,14 @@ from rewriter.support.verdict import Verdict, all_of, no
 
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: bfloat16 and float32, any sizes."""
-    if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
-    base = xla.supports(spec)
+    base = known_sizes(spec, xla.supports)
     if not base.ok:
         return base
     found = refused_dtypes({**dict(spec.dtypes), "the result": spec.param("out_dtype")})
     if spec.param("activation") in WITHOUT:
         text = f"{spec.param('activation')} needs expm1, which the compiler lacks"
         found.append(no("activation", text))
-    for name in ("rows_gate", "rows_up"):
-        if spec.has(name):
-            found.append(no(name, "addends for each row of a branch are not supported"))
+    found += refused_addends(spec)
     if any(0 in shape for _, shape in spec.shapes):
         found.append(no("empty", "an axis has size 0"))
     found += refused_precision(spec)

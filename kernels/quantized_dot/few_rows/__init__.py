@@ -30,6 +30,7 @@ from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.kernels.shared.rounding import ROUND, SIXTEEN, in_float32
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import EIGHT_BITS, usual_steps
@@ -52,7 +53,7 @@ TAKEN = (*EIGHT_BITS, "uint8", "int4", "uint4")
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: few 16-bit rows, whole tiles."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     found, (m, k, n) = [importable("jax.experimental.pallas.mosaic_gpu")], sizes(spec)
     stored, dtype = spec.dtype("w"), spec.dtype("x")
     if dtype not in SIXTEEN:

@@ -174,7 +174,7 @@ def packed(dtype: str, first: Any, second: Any) -> Any:
 # -------------------------------------------------------------------------- the steps
 @dataclass(frozen=True)
 class Steps:
-    """What is joined to the numbers, see `rounding.InFloat32`.
+    """Arrays that are joined to the numbers, see `rounding.InFloat32`.
 
     Attributes:
         steps: Signs, and what they join: the index of an array, a number, or a dtype.

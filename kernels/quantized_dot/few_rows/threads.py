@@ -1,4 +1,4 @@
-"""Where the threads of a warpgroup lie, and what they read and write.
+"""Places of a warpgroup's threads in a tile, and the numbers they read and write.
 
 Places of threads: tensor cores give a thread two rows, 8 apart, of each 64 x 8 part of
 a product. The matrix's columns are spread over these rows so that a thread has all the
@@ -46,7 +46,7 @@ def meet() -> None:
 
 
 class Thread:
-    """Where a thread lies in its warpgroup."""
+    """The place of a thread in its warpgroup."""
 
     def __init__(self) -> None:
         thread = emit("mov.u32 $0, %tid.x;", [], effects=True)

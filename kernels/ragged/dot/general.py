@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.ragged.dot.ranges import as_summed
+from rewriter.kernels.ragged.dot.ranges import as_ragged_dot_has
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.shared.products import unturned
 
@@ -30,7 +30,7 @@ def general(*operands: Array, **given: Any) -> Array:
         **given: The others.
     """
     use = Use(*operands, **given)
-    bounds = as_summed(use.group_sizes, use.lhs.shape[0])
+    bounds = as_ragged_dot_has(use.group_sizes, use.lhs.shape[0])
 
     def dot(a: Array, b: Array) -> Array:
         return jnp.matmul(

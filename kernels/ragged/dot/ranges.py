@@ -21,7 +21,7 @@ def bounds(group_sizes: Array, m: int) -> tuple[Array, Array]:
     return jnp.minimum(ends - sizes, m), jnp.minimum(ends, m)
 
 
-def as_summed(group_sizes: Array, m: int) -> tuple[Array, Array]:
+def as_ragged_dot_has(group_sizes: Array, m: int) -> tuple[Array, Array]:
     """Returns the same ranges as `jax.lax.ragged_dot` has them for any sizes.
 
     It adds sizes up in their own dtype, and a negative size moves the next group back.

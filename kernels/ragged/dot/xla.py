@@ -18,7 +18,7 @@ from jax import lax
 from jax.core import min_dim
 
 from rewriter.kernels.ragged.dot import estimate
-from rewriter.kernels.ragged.dot.ranges import as_summed
+from rewriter.kernels.ragged.dot.ranges import as_ragged_dot_has
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.kinds import XLA
@@ -242,7 +242,7 @@ def _contracted(use: Use, ranges: tuple[Array, Array], size: int) -> Array:
 def _ranges(group_sizes: Array, m: int, first_row: Array | None) -> tuple[Array, Array]:
     """The first and last row bounds of each group."""
     if first_row is None:
-        return as_summed(group_sizes, m)
+        return as_ragged_dot_has(group_sizes, m)
     ends = jnp.cumsum(group_sizes.astype(jnp.int32)) + first_row
     starts = jnp.concatenate([first_row.reshape(1), ends[:-1]])
     return jnp.clip(starts, 0, m), jnp.clip(ends, 0, m)

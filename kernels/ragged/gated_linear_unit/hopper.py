@@ -26,6 +26,7 @@ from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.ops.kernel import Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -50,7 +51,7 @@ def supports(spec: Spec) -> Verdict:
 def supports_parts(spec: Spec) -> Verdict:
     """Returns whether kernels of ragged dots support the parts of a use."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     found, dtype = [ragged_dot.supports(part_of(spec))], spec.dtype("x")
     others = {
         "w_up": dict(spec.dtypes).get("w_up"),
@@ -104,7 +105,7 @@ def unit(
         scales: [g, columns] for each array of matrices that is stored.
         **side: How matrices come into shared memory; see `combined`.
     """
-    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper import widen
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
@@ -112,7 +113,7 @@ def unit(
 
     def branch(index: int, first: int = 0) -> Branch:
         scale = scales[index]
-        within = () if scale is None else (narrow.rows(scale[:, first : first + f]),)
+        within = () if scale is None else (widen.rows(scale[:, first : first + f]),)
         return Branch(w[index], first, within=within, of_groups=True)
 
     if use.halves:

@@ -77,14 +77,14 @@ def forward(
         config: The tiles; their columns are those of both branches.
         **given: The fields of `Use`.
     """
-    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper import widen
 
     use = Use(**given)
     scales = w_scale, w_scale if use.w_up is None else w_up_scale
     if (scales[0] is None) != (scales[1] is None):  # both are scaled, or neither
         scales = tuple(_ones(use) if s is None else s for s in scales)
-    steps = () if scales[0] is None else narrow.SCALED
-    side = functools.partial(narrow.side, steps=steps)
+    steps = () if scales[0] is None else widen.SCALED
+    side = functools.partial(widen.side, steps=steps)
     return plain.unit(NAME, use, residuals, config or Tiles(), scales, matrices=side)
 
 

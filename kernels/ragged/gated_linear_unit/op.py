@@ -12,7 +12,7 @@ from rewriter.kernels.ragged.gated_linear_unit.reference import (
     sample,
 )
 from rewriter.kernels.ragged.gated_linear_unit.sharding import sharding
-from rewriter.ops.op import Op, Operand, Stored
+from rewriter.ops.op import Op, Operand, Stored, unsaid
 from rewriter.ops.slopes import params_once_differentiated
 from rewriter.ops.stored import EIGHT_BITS, stored_form
 
@@ -42,6 +42,7 @@ OP = Op(
     distributions=distributions,
     sharding=sharding,
     differentiated=params_once_differentiated,
+    words={"activation": str, "slopes": unsaid, "slopes_up": unsaid},
     parts="ragged_dot",
 )  # fmt: skip
 

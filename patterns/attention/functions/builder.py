@@ -23,7 +23,7 @@ class Unread(Exception):
 
 @dataclass(eq=False)
 class Builder(ABC):
-    """What is read so far of the function that gives a value of the program.
+    """A function of scores under construction: the equations and operands read so far.
 
     Attributes:
         ev: What evaluates the region.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rewriter.algebra.normal_form import TRUE, Algebra, Index, Poly
 from rewriter.find.finder import RegionEvaluator
-from rewriter.find.reading import Operand, Reading, Refused, Taken, operand
+from rewriter.find.reading import ComputedValues, Operand, Reading, Refused, operand
 from rewriter.patterns.attention.assembly import assembled
 from rewriter.patterns.attention.functions.candidate import (
     NAME,
@@ -117,7 +117,7 @@ class SoftmaxRegion(Candidate):
         if not guarded:
             return
         steep = function.score.primitives & STEEP
-        if steep or math.isinf(self._loudest(function)):
+        if steep or math.isinf(self._largest_number(function)):
             text = "after a function of scores, rows that are all -inf may have a guard"
             raise Refused("rows", text, score=0.7)
 
@@ -134,7 +134,7 @@ class SoftmaxRegion(Candidate):
             return -math.inf not in map(self.find.number, node.ins)
         return node.prim in GUARDS
 
-    def _loudest(self, function: Function) -> float:
+    def _largest_number(self, function: Function) -> float:
         """The largest number among those of a function; infinite if it divides."""
         found = 0.0
         for step in function.score.steps:
@@ -165,7 +165,7 @@ class SoftmaxRegion(Candidate):
             operands={**general.operands, **function.operands},
             params={**general.params, "score": function.score},
             proof=dataclasses.replace(general, operands=given),
-            taken=Taken("score", function.results),
+            taken=ComputedValues("score", function.results),
         )
 
 

@@ -25,7 +25,7 @@ from rewriter.patterns.attention.functions.candidate import NAME
 from rewriter.patterns.attention.functions.weights_region import Divisor, WeighedRegion
 from rewriter.patterns.attention.precision import rounded
 from rewriter.patterns.attention.read import ANCHORS, later_forms
-from rewriter.program.counted import LOOPS
+from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
 from rewriter.program.walk import equations_above

@@ -9,7 +9,7 @@ from typing import Any
 
 from rewriter.algebra.normal_form import TRUE, Index, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
-from rewriter.find.reading import Operand, Reading, Refused, Taken, operand
+from rewriter.find.reading import ComputedValues, Operand, Reading, Refused, operand
 from rewriter.ops.score import NONE, PRODUCT, SUM, Ref, Score, inverse_step
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.functions.candidate import (
@@ -37,7 +37,7 @@ OTHER_SUM = "a sum of something else than the weights divides or multiplies them
 
 @dataclasses.dataclass(frozen=True)
 class Divisor:
-    """What weights are divided by.
+    """The divisor of weights.
 
     Attributes:
         total: The sum of weights.
@@ -194,7 +194,7 @@ class WeighedRegion(Candidate):
             operands={**kept, **zero_products(reading), **given},
             params={**params, **proved, "scale": 1.0},
         )
-        taken = Taken("score", function.results)
+        taken = ComputedValues("score", function.results)
         return dataclasses.replace(reading, proof=proof, taken=taken)
 
     def _divisor(

@@ -10,11 +10,11 @@ from fractions import Fraction
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.algebra.canonicalize.choice import choose, ramp, reached
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.evaluator import RULES, Evaluator, rule
 from rewriter.algebra.canonicalize.infinities import is_row_maximum, may_be_infinite
 from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES
+from rewriter.algebra.canonicalize.select import choose, ramp, reached
 from rewriter.algebra.canonicalize.weights import at_least_one
 from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, Index, OverBudget, Poly
 from rewriter.program.graph import Node
@@ -88,7 +88,7 @@ def _add(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     a, b = ev.operands(node, args, mode)
     for guard, p in ((a, b), (b, a)):
         low = ev.alg.as_constant(guard) if len(guard) == 1 else None
-        if low is not None and 0 < low < _half_a_step(ev, node) and at_least_one(ev, p):
+        if low is not None and 0 < low < _half_ulp(ev, node) and at_least_one(ev, p):
             ev.notes.add(f"a sum of weights is not changed by {low:.4g}")
             return p
     return _refuse_large_constant_masks(ev, ev.alg.add(a, b))
@@ -104,7 +104,7 @@ def _is_weight(ev: Evaluator, p: Poly, node: Node) -> bool:
     return exponentials or ev.is_side(node.outs[0])
 
 
-def _half_a_step(ev: Evaluator, node: Node) -> float:
+def _half_ulp(ev: Evaluator, node: Node) -> float:
     """A number too small to change any number of at least one, in a result's dtype."""
     dtype = ev.g.dtype(node.outs[0])
     return float(jnp.finfo(dtype).eps) / 2 if kind_of(dtype) == "f" else 0.0

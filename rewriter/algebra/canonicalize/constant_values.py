@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rewriter.algebra.canonicalize.choice import choose
 from rewriter.algebra.canonicalize.constants import (
     FOLD,
     FOLD_FLAGS,
@@ -25,6 +24,7 @@ from rewriter.algebra.canonicalize.primitives import (
     LAYOUT_PRIMITIVES,
     TRANSPARENT,
 )
+from rewriter.algebra.canonicalize.select import choose
 from rewriter.algebra.normal_form import (
     EXACT,
     FALSE,

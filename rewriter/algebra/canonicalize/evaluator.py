@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rewriter.algebra.canonicalize.choice import choose
-from rewriter.algebra.canonicalize.computed import counted
+from rewriter.algebra.canonicalize.computed_positions import counted
 from rewriter.algebra.canonicalize.congruence import congruent_atom
 from rewriter.algebra.canonicalize.constant_values import Constants
 from rewriter.algebra.canonicalize.constants import (
@@ -18,9 +17,12 @@ from rewriter.algebra.canonicalize.constants import (
     pattern_of,
 )
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
-from rewriter.algebra.canonicalize.entered_loops import Loops
+from rewriter.algebra.canonicalize.exact_values import (
+    with_wraps,
+)
 from rewriter.algebra.canonicalize.intervals import interval, of_dtype, within
 from rewriter.algebra.canonicalize.layout import Layout, is_slice
+from rewriter.algebra.canonicalize.loop_bodies import Loops
 from rewriter.algebra.canonicalize.loops import LoopForms
 from rewriter.algebra.canonicalize.numbers import (
     cast_choice,
@@ -28,9 +30,6 @@ from rewriter.algebra.canonicalize.numbers import (
     in_each_case,
 )
 from rewriter.algebra.canonicalize.opaque import may_differ, rounds
-from rewriter.algebra.canonicalize.own_values import (
-    with_wraps,
-)
 from rewriter.algebra.canonicalize.primitives import (
     FULL,
     LAYOUT,
@@ -43,6 +42,7 @@ from rewriter.algebra.canonicalize.primitives import (
     adds_zero,
     is_local,
 )
+from rewriter.algebra.canonicalize.select import choose
 from rewriter.algebra.normal_form import (
     FALSE,
     TRUE,
@@ -52,7 +52,7 @@ from rewriter.algebra.normal_form import (
     Poly,
     TooMuchWork,
 )
-from rewriter.program.counted import LOOPS
+from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Graph, Node
 from rewriter.program.stacked_slices import sliced
 
@@ -78,7 +78,7 @@ class Evaluator(Layout, LoopForms, Constants):
             The caller must then handle rows without keys.
         holding: Atoms that are true for all index names, such as that a row has a key.
         core: Whether a value depends on what the op computes. All others are side
-            values, see `own_values`; None: nothing is a side value.
+            values, see `exact_values`; None: nothing is a side value.
         at_hand: Whether a value can be a leaf, since it is defined where the
             replacement will stand; None: always.
         assumed: Facts that need no proof, see `assumptions`.

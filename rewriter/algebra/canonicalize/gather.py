@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from jax.lax import GatherScatterMode
 
-from rewriter.algebra.canonicalize.choice import choose
 from rewriter.algebra.canonicalize.evaluator import Evaluator, rule
-from rewriter.algebra.canonicalize.picks import is_pick, picked
+from rewriter.algebra.canonicalize.gathered_entries import is_pick, picked
 from rewriter.algebra.canonicalize.primitives import LAYOUT
 from rewriter.algebra.canonicalize.row_sums import rows_taken
+from rewriter.algebra.canonicalize.select import choose
 from rewriter.algebra.normal_form import TRUE, Index, OverBudget, Poly
 from rewriter.program.graph import Node
 

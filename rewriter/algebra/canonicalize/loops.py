@@ -22,16 +22,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rewriter.algebra.canonicalize.choice import choose, reached
 from rewriter.algebra.canonicalize.dtypes import kind_of
-from rewriter.algebra.canonicalize.entered_loops import Loop
 from rewriter.algebra.canonicalize.intervals import of_dtype, within
+from rewriter.algebra.canonicalize.loop_bodies import Loop
 from rewriter.algebra.canonicalize.primitives import FULL, NeedSplit
-from rewriter.algebra.canonicalize.returning_loops import ReturningLoops
+from rewriter.algebra.canonicalize.reverse_loops import ReturningLoops
+from rewriter.algebra.canonicalize.select import choose, reached
 from rewriter.algebra.normal_form import TRUE, Index, Monomial, OverBudget, Poly
-from rewriter.program.counted import Condition, Counted, counted
+from rewriter.program.counted_loops import Condition, Counted, counted
 from rewriter.program.graph import Node
-from rewriter.program.skipped import (
+from rewriter.program.skipped_steps import (
     Skipped,
     branch_results,
     decides,
@@ -62,7 +62,7 @@ class LoopForms(ReturningLoops):
         (scope,) = node.scope.children[node.position]
         inputs = [scope.env[v] for v in body.invars[n_consts:]]
         stacked = parts.ins[n_consts + n_carry :]
-        over = self._gone_over(parts, inputs[n_carry:], stacked)
+        over = self._loop_reversed(parts, inputs[n_carry:], stacked)
         new = self.alg.new_index
         loop = Loop(
             node,
@@ -100,7 +100,7 @@ class LoopForms(ReturningLoops):
             self._note(loop)
         return loop
 
-    def _gone_over(
+    def _loop_reversed(
         self, parts: Counted, inputs: Sequence[int], stacked: Sequence[int]
     ) -> Loop | None:
         """The loop over whose steps one goes back; None if it reads no other's steps.
@@ -292,7 +292,7 @@ class LoopForms(ReturningLoops):
         if not self.g.shape(value) and kind_of(self.g.dtype(value)) == "i":
             return self._counter(loop, k)
         if loop.over is not None and kind_of(self.g.dtype(value)) == "f":
-            return self.carried_back(loop, k, args)
+            return self.reverse_carry(loop, k, args)
         return None
 
     def _counter(self, loop: Loop, k: int) -> Poly | None:

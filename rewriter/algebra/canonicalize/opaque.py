@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
-from rewriter.algebra.canonicalize.own_values import is_counted, is_exact, is_position
+from rewriter.algebra.canonicalize.exact_values import is_counted, is_exact, is_position
 from rewriter.algebra.canonicalize.primitives import FULL
 from rewriter.algebra.normal_form import Poly
 from rewriter.program.graph import Node

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from rewriter.algebra.canonicalize.dtypes import kind_of, takes_integers
 from rewriter.algebra.canonicalize.evaluator import FLAGS, Evaluator, rule
+from rewriter.algebra.canonicalize.exact_values import is_position
 from rewriter.algebra.canonicalize.infinities import (
     is_row_maximum,
     may_be_infinite,
     where_infinite,
 )
-from rewriter.algebra.canonicalize.own_values import is_position
 from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, OverBudget, Poly
 from rewriter.program.graph import Node
 from rewriter.support.assumptions import FINITE, VARIED

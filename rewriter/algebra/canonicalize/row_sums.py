@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from rewriter.algebra.canonicalize.evaluator import Evaluator, rule
+from rewriter.algebra.canonicalize.gathered_entries import set_entries
 from rewriter.algebra.canonicalize.layout import reshape_args
-from rewriter.algebra.canonicalize.picks import set_entries
 from rewriter.algebra.canonicalize.primitives import FULL, OPAQUE_LEVEL
 from rewriter.algebra.canonicalize.row_axes import (
     RowAxes,

@@ -12,7 +12,7 @@ from typing import Any
 from rewriter import _jax
 from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import Equations
-from rewriter.site import site, together
+from rewriter.site import site, site_with_gradients
 
 
 def compute_together(program: Any) -> Any:
@@ -42,7 +42,7 @@ def _is_wanted(eqn: Any, done: set[int]) -> bool:
     return (
         not eqn.params["batch"]
         and id(eqn.outvars[0]) not in done
-        and together.may_be_one(eqn.params["use"])
+        and site_with_gradients.may_be_one(eqn.params["use"])
     )
 
 
@@ -69,7 +69,7 @@ def _joined(jaxpr: Any, at: int) -> Any:
     if moved is None:
         return jaxpr
     whole = backward.replace(
-        primitive=together.together_p,
+        primitive=site_with_gradients.together_p,
         invars=[*operands, backward.invars[-1]],
         outvars=[made[0], *backward.outvars],
         params={"use": use, "wrt": backward.params["wrt"]},

@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr
 from rewriter import _jax
 from rewriter.ops.kernel import Kernel
 from rewriter.program.bodies import map_bodies, map_equations
-from rewriter.site import site, together
+from rewriter.site import site, site_with_gradients
 
 IN_PLACE = frozenset({
     "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "name", "reshape",
@@ -32,7 +32,7 @@ IN_PLACE = frozenset({
 """Primitives whose result has the memory layout of their first operand."""
 
 
-SITES = (site.site_p, site.site_on_devices_p, together.together_p)
+SITES = (site.site_p, site.site_on_devices_p, site_with_gradients.together_p)
 
 
 def use_memory_order(program: ClosedJaxpr) -> ClosedJaxpr:

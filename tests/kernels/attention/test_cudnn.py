@@ -12,7 +12,7 @@ import pytest
 
 import rewriter
 from rewriter.kernels.attention import cudnn
-from rewriter.kernels.attention.empty import AVERAGED
+from rewriter.kernels.attention.empty_rows import AVERAGED
 from rewriter.kernels.attention.reference import reference
 from rewriter.ops.kernel import Spec, spec_of
 from rewriter.ops.registry import registry

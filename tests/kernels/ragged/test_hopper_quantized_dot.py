@@ -167,7 +167,7 @@ def test_the_simulator_sees_places_that_are_read_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One place for what is widened would be written while it is multiplied."""
-    monkeypatch.setattr("rewriter.kernels.ragged.dot.hopper.narrow.PLACES", 1)
+    monkeypatch.setattr("rewriter.kernels.ragged.dot.hopper.widen.PLACES", 1)
     m, k, n, sizes = SIMULATED["many steps"]
     given = make(sizes, m, k, n, "forward", "bfloat16", "int8")
     with simulator.simulated_ragged_dot():

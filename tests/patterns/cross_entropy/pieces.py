@@ -26,7 +26,7 @@ FORCED = {
 integer_loss = optax.softmax_cross_entropy_with_integer_labels
 
 
-def taken_apart(fn: Callable[..., jax.Array]) -> Any:
+def flattened(fn: Callable[..., jax.Array]) -> Any:
     return jax.value_and_grad(fn, (0, 1, 2))
 
 

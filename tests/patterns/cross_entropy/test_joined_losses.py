@@ -20,8 +20,8 @@ from tests.patterns.cross_entropy.pieces import (
     V,
     W,
     X,
+    flattened,
     integer_loss,
-    taken_apart,
 )
 
 OTHER = np.roll(LABELS, 1, 1)
@@ -111,7 +111,7 @@ LINEAR = "linear_cross_entropy"
 @pytest.mark.parametrize("name", slow.first(2, [*PROGRAMS]))
 def test_each_loss_is_found_with_its_gradients(name: str) -> None:
     count, fn = PROGRAMS[name]
-    report = rewriter.explain(taken_apart(fn))(X, W, BIAS)
+    report = rewriter.explain(flattened(fn))(X, W, BIAS)
     assert report.counts()[LINEAR] == count
     assert report.counts(backward=True)[LINEAR] == count
 
@@ -119,12 +119,12 @@ def test_each_loss_is_found_with_its_gradients(name: str) -> None:
 @pytest.mark.once
 def test_numbers_agree_with_float64() -> None:
     fns = [f for _, f in PROGRAMS.values()]
-    first = [rewriter.optimize(taken_apart(f), implementation=FORCED) for f in fns]
-    later = [taken_apart(rewriter.optimize(f, implementation=FORCED)) for f in fns]
+    first = [rewriter.optimize(flattened(f), implementation=FORCED) for f in fns]
+    later = [flattened(rewriter.optimize(f, implementation=FORCED)) for f in fns]
     run = lambda fs: jax.jit(lambda *a: [jax.tree.leaves(f(*a)) for f in fs])
     with jax.enable_x64(True):
         wide = [jnp.asarray(a, "float64") for a in (X, W, BIAS)]
-        true = run([taken_apart(f) for f in fns])(*wide)
+        true = run([flattened(f) for f in fns])(*wide)
     for some in (first, later):
         pairs = zip(PROGRAMS, run(some)(X, W, BIAS), true, strict=True)
         for name, got, want in pairs:

@@ -26,8 +26,8 @@ from tests.patterns.cross_entropy.pieces import (
     V,
     W,
     X,
+    flattened,
     integer_loss,
-    taken_apart,
     with_rule,
 )
 
@@ -167,7 +167,7 @@ def per_example(x, w, bias):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_found(name: str) -> None:
-    report = rewriter.explain(taken_apart(PROGRAMS[name]))(X, W, BIAS)
+    report = rewriter.explain(flattened(PROGRAMS[name]))(X, W, BIAS)
     assert report.counts(False, True)["linear_cross_entropy"] == 1
     assert report.counts()["attention"] == 0
 
@@ -175,11 +175,11 @@ def test_gradients_are_found(name: str) -> None:
 @pytest.fixture(scope="module")
 def numbers() -> dict[str, list[np.ndarray]]:
     """Values and gradients: in float64, differentiated first, rewritten first."""
-    first = [taken_apart(f) for f in PROGRAMS.values()]
+    first = [flattened(f) for f in PROGRAMS.values()]
     made = {
         "before": [rewriter.optimize(f, implementation=FORCED) for f in first],
         "after": [
-            taken_apart(rewriter.optimize(f, implementation=FORCED))
+            flattened(rewriter.optimize(f, implementation=FORCED))
             for f in PROGRAMS.values()
         ],
     }
@@ -208,13 +208,13 @@ def _equations(fn: Callable[..., Any]) -> str:
 @pytest.mark.parametrize("name", ["mean", "masked_mean", "with_z_loss", "shifted"])
 def test_logits_are_computed_once(name: str) -> None:
     """One equation gives the losses and gradients: it knows the cotangent."""
-    text = _equations(taken_apart(PROGRAMS[name]))
+    text = _equations(flattened(PROGRAMS[name]))
     assert "rewriter_site_together" in text
     assert "rewriter_site_backward" not in text
 
 
 def test_a_cotangent_that_depends_on_the_loss_comes_later() -> None:
-    text = _equations(taken_apart(PROGRAMS["perplexity"]))
+    text = _equations(flattened(PROGRAMS["perplexity"]))
     assert "rewriter_site_together" not in text
     assert "rewriter_site_backward" in text
 
@@ -226,7 +226,7 @@ def test_one_equation_can_be_transformed() -> None:
     def squares(x, of=None):
         return sum((g**2).sum() for g in jax.tree.leaves(of(x, W, BIAS)))
 
-    taken = taken_apart(PROGRAMS["mean"])
+    taken = flattened(PROGRAMS["mean"])
     fast = rewriter.optimize(taken, implementation=FORCED)
     got = jax.jit(jax.grad(lambda x: squares(x, fast)))(X)
     want = jax.jit(jax.grad(lambda x: squares(x, taken)))(X)

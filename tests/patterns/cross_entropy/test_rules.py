@@ -16,8 +16,8 @@ from tests.patterns.cross_entropy.pieces import (
     V,
     W,
     X,
+    flattened,
     ruled_forward,
-    taken_apart,
     with_rule,
 )
 
@@ -47,7 +47,7 @@ def test_a_rule_for_labels_that_are_no_class(z_loss: float) -> None:
         logs = jax.nn.log_softmax(x @ w + bias)
         return -(jax.nn.one_hot(IGNORED, V) * logs).sum(-1).mean()
 
-    plain = rewriter.explain(taken_apart(ignored))(X, W, BIAS)
+    plain = rewriter.explain(flattened(ignored))(X, W, BIAS)
     assert not dict(plain.sites[0].params).get("whole_slopes")
 
 
@@ -67,7 +67,7 @@ def test_other_rules_are_no_gradients(wrong: str) -> None:
     other.defvjp(ruled_forward, rule)
     hot = jax.nn.one_hot(LABELS, V)
     loss = lambda x, w, bias: other(x @ w + bias, hot, 1e-2).mean()
-    taken = taken_apart(loss)
+    taken = flattened(loss)
     report = rewriter.explain(taken)(X, W, BIAS)
     assert report.counts(backward=True)["linear_cross_entropy"] == 0
     got = rewriter.optimize(taken, implementation=FORCED)(X, W, BIAS)

@@ -48,10 +48,10 @@ from rewriter.kernels.quantized_dot.few_rows import kernel as few_rows
 from rewriter.kernels.ragged.dot.hopper import (
     by_groups,
     by_rows,
-    narrow,
     owners,
     schedule,
     store,
+    widen,
 )
 from rewriter.kernels.shared import (
     pallas_gpu,
@@ -365,7 +365,7 @@ def _widened(
     joined: Sequence[Reference] = (),
     axis: int = 1,
 ) -> None:
-    x = narrow.view().astype(np.float32)
+    x = widen.view().astype(np.float32)
     for sign, what in steps:
         if sign == "round":
             x = x.astype(what).astype(np.float32)
@@ -668,7 +668,7 @@ def simulated() -> Iterator[None]:
         patch.setattr(pallas, "wait_for_turn", _wait_for_turn)
         patch.setattr(pallas, "pass_turn", _pass_turn)
         _replace_shims(patch)
-        patch.setattr(backward_kernel, "if_any", _if_any)
+        patch.setattr(backward_kernel, "complete_if_any_empty", _if_any)
         yield
 
 
@@ -716,7 +716,7 @@ def _count(patch: pytest.MonkeyPatch, *modules: Any) -> None:
 @contextmanager
 def simulated_ragged_dot() -> Iterator[None]:
     """Within, those of ragged dots and gated linear units do."""
-    modules = by_rows, by_groups, owners, work_stealing, narrow, schedule, store
+    modules = by_rows, by_groups, owners, work_stealing, widen, schedule, store
     with _replaced(modules, pallas_gpu) as patch:
         _count(patch, by_rows, by_groups, work_stealing)
         patch.setattr(pallas_gpu, "zeros", lambda shape: np.zeros(shape, np.float32))

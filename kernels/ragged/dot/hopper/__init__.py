@@ -22,6 +22,7 @@ from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import known_sizes
 from rewriter.ops.kernel import Space, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -36,9 +37,7 @@ MOST = 1 << 30
 
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernels support a use: 16 bits, k and n multiples of 64."""
-    if spec.symbolic:
-        return no("symbolic", "its grid of tiles needs rows that are known")
-    base = xla.supports(spec)
+    base = known_sizes(spec, xla.supports)
     if not base.ok:
         return base
     found = [YES]

@@ -93,7 +93,7 @@ def pieces(config: Tiles, branches: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Side:
-    """How matrices come into shared memory in the layout of tensor cores.
+    """Copies of matrices into shared memory, in the layout of tensor cores.
 
     Attributes:
         scratch: Shared memory for it.

@@ -1,4 +1,4 @@
-"""Which warpgroups compute a tile, and who frees its shared memory."""
+"""Assigns warpgroups to tiles, and says which of them frees shared memory."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import EIGHT_BITS, widened_operands, widened_spec
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -70,7 +71,7 @@ MANY = Tiles(128, 128, apart=True)
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: 16-bit rows, whole copies."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     found = [ragged_dot.supports(widened_spec(OP, spec))]
     if (stored := spec.dtype("rhs")) not in EIGHT_BITS:
         found.append(no("dtype", f"rhs is {stored}, not {', '.join(EIGHT_BITS)}"))
@@ -137,18 +138,18 @@ def forward(
         **given: The other fields of `Use`. The result is of the dtype of lhs by
             default.
     """
-    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper import widen
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
     use = Use(*operands, **given)
-    scales = () if rhs_scale is None else (narrow.rows(rhs_scale),)
+    scales = () if rhs_scale is None else (widen.rows(rhs_scale),)
     branch = Branch(use.rhs, within=scales, of_groups=True)
-    steps = narrow.SCALED if scales else ()
+    steps = widen.SCALED if scales else ()
     (out,) = combined(
         NAME, use.lhs, [branch], use.columns, use.group_sizes,
         [lambda product: product], jnp.dtype(use.out_dtype or use.lhs.dtype),
-        config or Tiles(), use.transposed, functools.partial(narrow.side, steps=steps),
+        config or Tiles(), use.transposed, functools.partial(widen.side, steps=steps),
     )  # fmt: skip
     return (out, ()) if residuals else out
 

@@ -25,9 +25,10 @@ from rewriter.kernels.ragged.dot.tpu.config import steps as steps
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.kinds import TPU
+from rewriter.kernels.shared.limits import known_sizes
 from rewriter.kernels.shared.tpu import by_device, refused_dtypes, refused_precision
 from rewriter.ops.kernel import Space, Speed
-from rewriter.support.verdict import YES, Verdict, all_of, no
+from rewriter.support.verdict import YES, Verdict, all_of
 
 if TYPE_CHECKING:
     from jax import Array
@@ -37,9 +38,7 @@ if TYPE_CHECKING:
 
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernels support a use: bfloat16 and float32, any sizes."""
-    if spec.symbolic:
-        return no("symbolic", "its grid of tiles needs rows that are known")
-    base = xla.supports(spec)
+    base = known_sizes(spec, xla.supports)
     if not base.ok:
         return base
     dtypes = {"lhs": spec.dtype("lhs"), "rhs": spec.dtype("rhs")}

@@ -39,6 +39,7 @@ from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
 from rewriter.kernels.ragged.gated_linear_unit.use import Use
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
 from rewriter.kernels.shared.kinds import TPU
+from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.kernels.shared.tpu import by_device, refused_dtypes, refused_precision
 from rewriter.ops import tpu
 from rewriter.ops.kernel import Space, Speed
@@ -68,7 +69,7 @@ def supports(spec: Spec) -> Verdict:
 def supports_parts(spec: Spec) -> Verdict:
     """Returns whether kernels of ragged dots support the parts of a use."""
     if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+        return SYMBOLIC
     found = [ragged_dot.supports(part_of(spec))]
     others = {
         "w_up": dict(spec.dtypes).get("w_up"),

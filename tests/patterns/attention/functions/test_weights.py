@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import rewriter
-from rewriter.kernels.attention.reach import reach
+from rewriter.kernels.attention.nonzero_window import reach
 from tests import slow
 from tests.patterns.attention.functions.checks import (
     CONTEXTS,

@@ -1,0 +1,179 @@
+"""Finds matches whose matrix products stay computed, since others read them.
+
+A replaced region disappears only if nothing else reads its intermediate values. A
+program that returns attention's weights, or keeps them for a gradient, computes them
+anyway: the kernel would add to that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rewriter import _jax
+from rewriter.algebra.canonicalize import STRUCTURAL
+from rewriter.find.match import Match
+from rewriter.gradients.backward import Backward
+from rewriter.program.counted_loops import LOOPS
+from rewriter.program.graph import Graph, Node, Scope
+from rewriter.site.facts import Facts
+
+WHY = (
+    "its products are read elsewhere too, so they would be computed twice; "
+    "if a gradient reads them, optimize the function before differentiating it"
+)
+
+
+def with_live_products(graph: Graph, facts: Sequence[Facts]) -> list[Facts]:
+    """Returns the matches whose contractions stay computed when all are replaced.
+
+    Args:
+        graph: The program.
+        facts: The matches that are replaced, with the gradients replaced with them.
+    """
+    returned = _returned(graph)
+    live = _live(graph)
+    gone = [(f, _region(f.match, f.backward)) for f in facts]
+    needed: list[Facts] = []
+    while gone:
+        inside = frozenset().union(*(region.values for _, region in gone))
+        read = returned.union(*(region.read for _, region in gone))
+        reached = [
+            f for f, region in gone if _reaches(graph, region, inside, read, live)
+        ]
+        if not reached:
+            break
+        needed += reached
+        gone = [(f, region) for f, region in gone if f not in reached]
+    return needed
+
+
+def _returned(graph: Graph) -> set[int]:
+    """Values that bodies return, beyond those of calls that are looked through.
+
+    What a loop stacks for its backward loop alone is not returned: that loop's
+    equations read it.
+    """
+    out: set[int] = set()
+    passed: list[tuple[int, int]] = []  # a value in a loop, and all of them stacked
+    scopes: list[Scope] = [graph.top]
+    while scopes:
+        scope = scopes.pop()
+        for children in scope.children.values():
+            scopes += children
+        if scope.kind in ("call", "remat"):
+            continue
+        stacked = graph.stacked.get(id(scope), (None,) * len(scope.jaxpr.outvars))
+        for var, whole in zip(scope.jaxpr.outvars, stacked, strict=True):
+            if _jax.is_literal(var):
+                continue
+            if whole is None:
+                out.add(scope.env[var])
+            else:
+                passed.append((scope.env[var], whole))
+    for value, whole in passed:
+        if whole in out or not all(_step_by_step(n, whole) for n in graph.users(whole)):
+            out.add(value)
+    return out
+
+
+def _step_by_step(node: Node, value: int) -> bool:
+    """Whether an equation is a loop that reads a value one step at a time."""
+    if node.prim != "scan":
+        return False
+    _, n_consts, n_carry, _ = _jax.scan_parts(node.eqn)
+    return value not in node.ins[: n_consts + n_carry]
+
+
+SAVED = "a checkpoint saves its products and makes the result from them again"
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Values of a match and its gradients: all, the results, and what is read."""
+
+    values: frozenset[int]
+    results: frozenset[int]
+    read: frozenset[int]
+
+
+def _region(match: Match, backward: Backward | None) -> _Region:
+    leaves = frozenset(v for _, v in match.leaves)
+    if backward is None:
+        return _Region(match.inner, frozenset({match.value}), leaves)
+    return _Region(
+        match.inner | backward.inner,
+        frozenset({match.value, *backward.results}),
+        leaves | {backward.cotangent},
+    )
+
+
+def _live(graph: Graph) -> set[int]:
+    """Values that results or effects of some body depend on.
+
+    Differentiation leaves equations behind that nobody reads, such as those of a
+    row's maximum.
+    """
+    stack: list[int] = []
+    scopes: list[Scope] = [graph.top]
+    while scopes:
+        scope = scopes.pop()
+        for children in scope.children.values():
+            scopes += children
+        results = (v for v in scope.jaxpr.outvars if not _jax.is_literal(v))
+        if scope.kind not in ("call", "remat"):
+            stack += [scope.env[v] for v in results]
+    for node in graph.nodes:
+        if node.eqn.effects or node.prim in _jax.BODIES:
+            stack += node.ins
+    live: set[int] = set()
+    while stack:
+        value = stack.pop()
+        if value not in live:
+            live.add(value)
+            node = graph.node_of(value)
+            stack += node.ins if node is not None else ()
+    return live
+
+
+def _reaches(
+    graph: Graph,
+    region: _Region,
+    inside: frozenset[int],
+    read: set[int],
+    live: set[int],
+) -> bool:
+    """Whether a contraction of the region is read from outside the regions."""
+    parts = region.values - region.results
+    stack = [v for v in parts if _heavy(graph.node_of(v))]
+    loops = {n.outs: n for v in parts if (n := graph.node_of(v)) and n.prim in LOOPS}
+    stack += [out for node in loops.values() for out in node.outs]
+    seen = set(stack)
+    while stack:
+        value = stack.pop()
+        if value in read:
+            return True
+        for node in graph.users(value):
+            if live.isdisjoint(node.outs):
+                continue
+            if inside.isdisjoint(node.outs) or _cuts_more(node, inside, live):
+                return True
+            for out in node.outs:
+                if out in parts and out not in seen:
+                    seen.add(out)
+                    stack.append(out)
+    return False
+
+
+def _cuts_more(node: Node, inside: frozenset[int], live: set[int]) -> bool:
+    """Whether a product is cut into pieces, of which others are read elsewhere."""
+    pieces = node.outs if node.prim in ("split", "unstack") else ()
+    return any(v in live and v not in inside for v in pieces)
+
+
+def _heavy(node: Node | None) -> bool:
+    if node is None:
+        return False
+    if node.prim == "dot_general":
+        return bool(node.params["dimension_numbers"][0][0])
+    return node.prim in STRUCTURAL
