@@ -248,18 +248,18 @@ def _over_blocks(
         start: Zeros like the second result.
     """
     count = rows["x"].shape[0]
-    whole = count // size * size
-    if whole <= size:
+    known, whole = isinstance(count, int), count // size * size
+    if known and whole <= size:
         return block(rows)
 
     def step(sums: Any, part: Rows) -> tuple[Any, Any]:
         out, more = block(part)
         return jax.tree.map(jnp.add, sums, more), out
 
-    parts = {n: a[:whole].reshape(-1, size, a.shape[-1]) for n, a in rows.items()}
+    parts = {n: a[:whole].reshape(count // size, size, a.shape[-1]) for n, a in rows.items()}
     sums, out = scan(step, start, parts)
     out = jax.tree.map(lambda y: y.reshape(whole, y.shape[-1]), out)
-    if whole < count:
+    if not known or whole < count:
         sums, rest = step(sums, {n: a[whole:] for n, a in rows.items()})
         out = jax.tree.map(lambda *ys: jnp.concatenate(ys), out, rest)
     return out, sums

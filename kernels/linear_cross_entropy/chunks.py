@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import min_dim
 
 from rewriter.kernels.shared.loops import fori_loop, scan
 from rewriter.ops.device import Device
@@ -158,7 +159,8 @@ def padded(classes: int, config: Chunk) -> int:
 def whole_rows(count: int, classes: int, itemsize: int, config: Chunk) -> int:
     """Rows of a block with all classes; 0 if the budget is too small for them."""
     most = config.budget // itemsize // max(classes, 1)
-    if most < min(config.least, count):
+    few = most < config.least
+    if few and (not isinstance(count, int) or most < count):
         return 0
     return equal(count, max(most, 1))
 
@@ -167,17 +169,25 @@ def cut(count: int, classes: int, itemsize: int, config: Chunk) -> tuple[int, in
     """Rows of a block and classes of a chunk, equal ones where possible."""
     least = config.least
     numbers = max(config.budget // itemsize, 1)
-    rows = equal(count, max(numbers // least, least))
-    return rows, equal(classes, max(numbers // max(rows, 1), least))
+    most = max(numbers // least, least)
+    if not isinstance(count, int):
+        most = min(most, ROWS)  # not one chunk of few classes for rows that may be few
+    rows = equal(count, most)
+    held = max(rows, 1) if isinstance(rows, int) else most
+    return rows, equal(classes, max(numbers // held, least))
 
 
 def equal(n: int, most: int) -> int:
     """The size of the fewest equal parts of at most some size, a multiple of 8.
 
+    That of a symbolic number is symbolic too: `most`, or all if they are fewer.
+
     Example:
         >>> equal(10, 16), equal(8184, 5336), equal(100, 50)
         (10, 4096, 50)
     """
+    if not isinstance(n, int):
+        return min_dim(n, most)
     if n <= most:
         return n
     size = -(-n // -(-n // most))
@@ -193,6 +203,11 @@ def of_cotangents(count: int, classes: int, itemsize: int, config: Chunk) -> int
     """Classes of a chunk whose cotangents of all rows are held, beside all logits."""
     most = min(config.budget, CHUNK) // itemsize // max(count, 1)
     return equal(classes, max(most, min(config.least, classes)))
+
+
+def in_parts(count: int, rows: int) -> bool:
+    """Whether there may be several blocks of rows; so if the count is symbolic."""
+    return not isinstance(count, int) or rows < count
 
 
 def flat(x: jax.Array, labels: jax.Array, **more: jax.Array) -> Rows:
@@ -225,14 +240,14 @@ def over_blocks(
     cotangent, and no results.
     """
     count = rows["x"].shape[0]
-    if count <= size:
+    if not in_parts(count, size):
         sums, made = block(rows, sums)
         return sums, made
     blocks = -(-count // size)
     missing = blocks * size - count
 
     def parts(name: str, a: jax.Array) -> jax.Array:
-        if missing:
+        if not isinstance(missing, int) or missing:
             last = jnp.broadcast_to(a[-1:], (missing, *a.shape[1:]))
             if name == "cotangent":
                 last = jnp.zeros_like(last)

@@ -202,7 +202,7 @@ def backward(
     head, loss = _head_and_loss(x, w, bias, first, config, **how)
     rows, columns = _sizes(head, x, config)
 
-    added = rows < math.prod(x.shape[:-1])
+    added = chunks.in_parts(math.prod(x.shape[:-1]), rows)
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
         known = part | {"classes": loss.labels(part["labels"])}
@@ -324,7 +324,7 @@ def together(
         given = {"out": None, "residuals": saved, "cotangent": cotangent}
         return out, backward(**own, **given)
     columns = classes if config.whole else chunks.of_held(classes, config)
-    added = rows < count
+    added = chunks.in_parts(count, rows)
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
         product, picks = head.product(part["x"]), loss.labels(part["labels"])
