@@ -15,12 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import min_dim
 
-from rewriter.kernels.shared.loops import fori_loop, scan
+from rewriter.kernels.shared.loops import fori_loop
+from rewriter.kernels.shared.row_blocks import Rows
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Spec
-
-Rows = dict[str, jax.Array]
-"""Arrays by name, rows first."""
 
 
 @dataclass(frozen=True)
@@ -205,11 +203,6 @@ def of_cotangents(count: int, classes: int, itemsize: int, config: Chunk) -> int
     return equal(classes, max(most, min(config.least, classes)))
 
 
-def in_parts(count: int, rows: int) -> bool:
-    """Whether there may be several blocks of rows; so if the count is symbolic."""
-    return not isinstance(count, int) or rows < count
-
-
 def flat(x: jax.Array, labels: jax.Array, **more: jax.Array) -> Rows:
     """The arrays, with one axis of rows in place of the labels' axes."""
     count = math.prod(x.shape[:-1])
@@ -229,32 +222,3 @@ def over_chunks(
         carry = step(0, size, carry)
     rest = classes - whole * size
     return step(whole * size, rest, carry) if rest else carry
-
-
-def over_blocks(
-    block: Callable[[Rows, Any], tuple[Any, Rows]], rows: Rows, sums: Any, size: int
-) -> tuple[Any, Rows]:
-    """Runs a function over blocks of rows, handing on its first results.
-
-    The last row is repeated where the last block is not full. Repeated rows have no
-    cotangent, and no results.
-    """
-    count = rows["x"].shape[0]
-    if not in_parts(count, size):
-        sums, made = block(rows, sums)
-        return sums, made
-    blocks = -(-count // size)
-    missing = blocks * size - count
-
-    def parts(name: str, a: jax.Array) -> jax.Array:
-        if not isinstance(missing, int) or missing:
-            last = jnp.broadcast_to(a[-1:], (missing, *a.shape[1:]))
-            if name == "cotangent":
-                last = jnp.zeros_like(last)
-            a = jnp.concatenate([a, last])
-        return a.reshape(blocks, size, *a.shape[1:])
-
-    own = {n: parts(n, a) for n, a in rows.items()}
-    sums, made = scan(lambda s, part: block(part, s), sums, own)
-    whole = lambda y: y.reshape(blocks * size, *y.shape[2:])[:count]
-    return sums, jax.tree.map(whole, made)
