@@ -15,7 +15,8 @@ T = 40
 def attention(mask):
     def f(q, k, v, w):
         s = jnp.einsum("bthd,bshd->bhts", q, k) * 0.3
-        t, at = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
+        at = jnp.arange(k.shape[1], dtype=jnp.int32)  # wraps in a float64 run, too
+        t, at = at[:, None], at[None]
         s = jnp.where(mask(t, at, w), s, -1e30)
         return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, -1), v)
 
