@@ -16,12 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import min_dim
 
 from rewriter.kernels.gated_linear_unit.branches import Rows, Use, combine
 from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.kernels.shared.loops import scan, zero_after
 from rewriter.kernels.shared.products import unturned
+from rewriter.kernels.shared.row_blocks import over_blocks
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Space, Spec, Speed
@@ -249,15 +251,21 @@ def _over_blocks(
         start: Zeros like the second result.
     """
     count = rows["x"].shape[0]
-    whole = count // size * size
-    if whole <= size:
-        return block(rows)
 
     def step(sums: Any, part: Rows) -> tuple[Any, Any]:
         out, more = block(part)
         return jax.tree.map(jnp.add, sums, more), out
 
-    parts = {n: a[:whole].reshape(-1, size, a.shape[-1]) for n, a in rows.items()}
+    if not isinstance(count, int):
+        own = lambda part, sums: step(sums, part)
+        return over_blocks(own, rows, start, min_dim(size, count))[::-1]
+    whole = count // size * size
+    if whole <= size:
+        return block(rows)
+
+    parts = {
+        n: a[:whole].reshape(count // size, size, a.shape[-1]) for n, a in rows.items()
+    }
     sums, out = scan(step, start, parts)
     out = jax.tree.map(lambda y: y.reshape(whole, y.shape[-1]), out)
     if whole < count:

@@ -13,13 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import min_dim
 
-from rewriter.kernels.shared.loops import fori_loop, scan
+from rewriter.kernels.shared.loops import fori_loop
+from rewriter.kernels.shared.row_blocks import Rows
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Spec
-
-Rows = dict[str, jax.Array]
-"""Arrays by name, rows first."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,8 @@ def padded(classes: int, config: Chunk) -> int:
 def whole_rows(count: int, classes: int, itemsize: int, config: Chunk) -> int:
     """Rows of a block with all classes; 0 if the budget is too small for them."""
     most = config.budget // itemsize // max(classes, 1)
-    if most < min(config.least, count):
+    few = most < config.least
+    if few and (not isinstance(count, int) or most < count):
         return 0
     return equal(count, max(most, 1))
 
@@ -167,17 +167,25 @@ def cut(count: int, classes: int, itemsize: int, config: Chunk) -> tuple[int, in
     """Rows of a block and classes of a chunk, equal ones where possible."""
     least = config.least
     numbers = max(config.budget // itemsize, 1)
-    rows = equal(count, max(numbers // least, least))
-    return rows, equal(classes, max(numbers // max(rows, 1), least))
+    most = max(numbers // least, least)
+    if not isinstance(count, int):
+        most = min(most, ROWS)  # not one chunk of few classes for rows that may be few
+    rows = equal(count, most)
+    held = max(rows, 1) if isinstance(rows, int) else most
+    return rows, equal(classes, max(numbers // held, least))
 
 
 def equal(n: int, most: int) -> int:
     """The size of the fewest equal parts of at most some size, a multiple of 8.
 
+    That of a symbolic number is symbolic too: `most`, or all if they are fewer.
+
     Example:
         >>> equal(10, 16), equal(8184, 5336), equal(100, 50)
         (10, 4096, 50)
     """
+    if not isinstance(n, int):
+        return min_dim(n, most)
     if n <= most:
         return n
     size = -(-n // -(-n // most))
@@ -214,32 +222,3 @@ def over_chunks(
         carry = step(0, size, carry)
     rest = classes - whole * size
     return step(whole * size, rest, carry) if rest else carry
-
-
-def over_blocks(
-    block: Callable[[Rows, Any], tuple[Any, Rows]], rows: Rows, sums: Any, size: int
-) -> tuple[Any, Rows]:
-    """Runs a function over blocks of rows, handing on its first results.
-
-    The last row is repeated where the last block is not full. Repeated rows have no
-    cotangent, and no results.
-    """
-    count = rows["x"].shape[0]
-    if count <= size:
-        sums, made = block(rows, sums)
-        return sums, made
-    blocks = -(-count // size)
-    missing = blocks * size - count
-
-    def parts(name: str, a: jax.Array) -> jax.Array:
-        if missing:
-            last = jnp.broadcast_to(a[-1:], (missing, *a.shape[1:]))
-            if name == "cotangent":
-                last = jnp.zeros_like(last)
-            a = jnp.concatenate([a, last])
-        return a.reshape(blocks, size, *a.shape[1:])
-
-    own = {n: parts(n, a) for n, a in rows.items()}
-    sums, made = scan(lambda s, part: block(part, s), sums, own)
-    whole = lambda y: y.reshape(blocks * size, *y.shape[2:])[:count]
-    return sums, jax.tree.map(whole, made)

@@ -37,6 +37,7 @@ from rewriter.kernels.linear_cross_entropy.row_statistics import (
 )
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.kernels.shared.loops import zero_after
+from rewriter.kernels.shared.row_blocks import in_parts, over_blocks
 from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.support.sizes import size_text
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -139,7 +140,7 @@ def forward(
         value = loss.value(lse, picked, total, classes)
         return None, {"out": value.astype(out_dtype or value.dtype), "lse": lse}
 
-    _, made = chunks.over_blocks(block, chunks.flat(x, labels), None, rows)
+    _, made = over_blocks(block, chunks.flat(x, labels), None, rows)
     out = _by_row(made["out"], labels)
     return (out, (_by_row(made["lse"], labels),)) if residuals else out
 
@@ -209,16 +210,14 @@ def backward(
     head, loss = _head_and_loss(x, w, bias, first, config, **how)
     rows, columns = _sizes(head, x, config)
 
-    added = rows < math.prod(x.shape[:-1])
+    added = in_parts(math.prod(x.shape[:-1]), rows)
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
         known = part | {"classes": loss.labels(part["labels"])}
         return _gradients(head, loss, known, sums, columns, added)
 
     parts = chunks.flat(x, labels, lse=lse, cotangent=cotangent.astype(head.wide))
-    sums, by_row = chunks.over_blocks(
-        block, parts, _zeros(head, added, cotangent), rows
-    )
+    sums, by_row = over_blocks(block, parts, _zeros(head, added, cotangent), rows)
     return _like(x, w, bias, by_row["x"], sums)
 
 
@@ -344,7 +343,7 @@ def together(
         given = {"out": None, "residuals": saved, "cotangent": cotangent}
         return out, backward(**own, **given)
     columns = classes if config.whole else chunks.classes_held(classes, config)
-    added = rows < count
+    added = in_parts(count, rows)
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
         product, picks = head.product(part["x"]), loss.labels(part["labels"])
@@ -362,7 +361,7 @@ def together(
         return sums, found | {"out": value}
 
     parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
-    sums, made = chunks.over_blocks(block, parts, _zeros(head, added, cotangent), rows)
+    sums, made = over_blocks(block, parts, _zeros(head, added, cotangent), rows)
     out = _by_row(made["out"], labels).astype(out_dtype or head.wide)
     return out, _like(x, w, bias, made["x"], sums, head.turned)
 

@@ -95,7 +95,7 @@ def read_masks(softmax: Softmax, axes: Axes) -> Masks:
         said = Conditions(general=kept)  # parts of a mask need not be the program's
     if said.segments is None:
         said = _paired(alg, axes, said)
-    offset, said = _with_one_offset(alg, said)
+    offset, said = _with_one_offset(alg, axes, said)
     params, offset = _window(alg, said, offset)
     return Masks(_operands(softmax, axes, said, offset), params, said.segments, offset)
 
@@ -260,21 +260,28 @@ def _paired(alg: Algebra, axes: Axes, said: Conditions) -> Conditions:
 
 
 # -------------------------------------------------- conditions as the op's own
-def _with_one_offset(alg: Algebra, said: Conditions) -> tuple[Poly, Conditions]:
-    """(the offset of all bounds, the conditions); other bounds become general ones."""
+def _with_one_offset(
+    alg: Algebra, axes: Axes, said: Conditions
+) -> tuple[Poly, Conditions]:
+    """(the offset of all bounds, the conditions).
+
+    Other bounds, such as a window whose length is a value, become those of each query.
+    What is neither becomes general.
+    """
     bounds = [*said.right, *said.left]
     offsets = sorted({alg.freeze(x.rest) for x in bounds}, key=len)
     if not offsets:
         return {}, said
-    general = said.general
-    for x in bounds:
-        if alg.freeze(x.rest) != offsets[0]:
-            general = alg.both(general, x.part)
     right, left = (
         tuple(x for x in side if alg.freeze(x.rest) == offsets[0])
         for side in (said.right, said.left)
     )
-    return alg.thaw(offsets[0]), replace(said, right=right, left=left, general=general)
+    said = replace(said, right=right, left=left)
+    for x in bounds:
+        if alg.freeze(x.rest) != offsets[0]:
+            more = _places(alg, axes, said, x.part)
+            said = more or _general(alg, axes, said, x.part)
+    return alg.thaw(offsets[0]), said
 
 
 def _window(

@@ -95,7 +95,7 @@ def _diagonal(
     The rest is the form without the picked logits.
     """
     for row in rows:
-        if alg.sizes[row] > alg.sizes[v]:
+        if not alg.never_larger(row, v):
             continue
         picked, _ = alg.split_constant(alg.subst(logits, {v: row}))[::-1]
         if not picked or any(key not in form for key in picked):

@@ -11,6 +11,7 @@ is infinite. What a program does is computed with its own equations of the maxim
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -154,4 +155,5 @@ def _chosen(which: float, cases: list[float], number: float) -> float:
 
 def _is_of_rows(find: Finder, node: Node, rows: list[int]) -> bool:
     """Whether a maximum is one over each row; heads may come in another order."""
-    return sorted(n for n in find.graph.shape(node.outs[0]) if n != 1) == sorted(rows)
+    own = Counter(n for n in find.graph.shape(node.outs[0]) if n != 1)
+    return own == Counter(rows)

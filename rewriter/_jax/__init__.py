@@ -296,6 +296,9 @@ from rewriter._jax.values import (
     literals_of as literals_of,
 )
 from rewriter._jax.values import (
+    never_larger as never_larger,
+)
+from rewriter._jax.values import (
     same_literal as same_literal,
 )
 from rewriter._jax.values import (

@@ -28,6 +28,14 @@ def size_range(size: Any) -> tuple[int, int]:
     return int(max(least, 0)), int(min(most, largest))
 
 
+def never_larger(size: Any, other: Any) -> bool:
+    """Whether a size is at most another, whatever number a symbolic one becomes."""
+    try:
+        return bool(size <= other)
+    except shape_poly.InconclusiveDimensionOperation:
+        return False
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an equation's operand is a literal."""
     return isinstance(atom, core.Literal)

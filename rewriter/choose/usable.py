@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.extend.core import InconclusiveDimensionOperation
 
+from rewriter import _jax
 from rewriter.config import Config
 from rewriter.ops.device import Device, attached, deterministic_xla
 from rewriter.ops.kernel import Kernel, Spec
-from rewriter.support.verdict import Verdict, no
+from rewriter.support import promotion
+from rewriter.support.threads import first_line
+from rewriter.support.verdict import YES, Verdict, no
 
 
 def usable(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Verdict:
@@ -31,7 +35,36 @@ def _supported(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Ve
     there = kernel.limits.supports_on
     if there is not None and config.explaining and device != attached():
         return decided(there, spec, device)
-    return decided(kernel.limits.supports, spec)
+    verdict = decided(kernel.limits.supports, spec)
+    return _traced(kernel, spec) if verdict.ok and spec.symbolic else verdict
+
+
+def _traced(kernel: Kernel, spec: Spec) -> Verdict:
+    """Whether a kernel's code takes symbolic sizes; its check may not know all of it.
+
+    A kernel that does not would give way to the reference where it is lowered.
+    """
+    given = {
+        n: jax.ShapeDtypeStruct(spec.shape(n), spec.dtype(n)) for n in spec.operands
+    }
+    how = dict(spec.params)
+
+    def call(given: dict[str, jax.Array]) -> Any:
+        if kernel.backward is None:
+            return kernel.forward(**given, **how)
+        out, saved = kernel.forward(**given, **how, residuals=True)
+        if kernel.together is not None:
+            kernel.together(**given, cotangent=out, **how)
+        kept = out if kernel.traits.saves_out else None
+        own = {"out": kept, "residuals": saved, "cotangent": out}
+        return kernel.backward(**given, **own, **how)
+
+    try:
+        with _jax.on_one_device(), promotion.as_usual():
+            jax.eval_shape(call, given)
+    except Exception as why:  # a kernel may fail in any way on a size without a number
+        return no("symbolic", f"it fails on symbolic sizes: {first_line(why)}")
+    return YES
 
 
 def decided(check: Callable[..., Verdict], spec: Spec, *args: Any) -> Verdict:

@@ -124,7 +124,7 @@ def _made_of(graph: Graph, whole: int, over: Mapping[int, int]) -> tuple[int, ..
         over: Values that are others on the other side of a shard_map's border.
     """
     few = len(graph.shape(whole)) < 2
-    if not _has_size(graph, whole) or (few and _is_inexact(graph, whole)):
+    if few and _is_inexact(graph, whole):
         return ()
     array = sliced(graph, whole, MOVING)
     if array is not None:
@@ -159,16 +159,18 @@ def _is_inexact(graph: Graph, value: int) -> bool:
     return jnp.issubdtype(graph.dtype(value), jnp.inexact)
 
 
-def _has_size(graph: Graph, value: int) -> bool:
-    return all(isinstance(d, int) for d in graph.shape(value))
-
-
 def _is_no_larger(graph: Graph, value: int, outside: int, whole: int) -> bool:
-    """Whether a value takes no more memory than the mask that is made of it."""
-    if not _has_size(graph, value) or _jax.is_key(graph.avals[value]):
+    """Whether a value takes no more memory than the mask that is made of it.
+
+    That of symbolic sizes must be so whatever numbers they become.
+    """
+    if _jax.is_key(graph.avals[value]):
         return False
     argument = graph.top.first_var.get(outside, (0,))[0] < 0
-    return argument or _bytes(graph, value) <= max(SMALL, _bytes(graph, whole))
+    size = _bytes(graph, value)
+    return argument or any(
+        _jax.never_larger(size, most) for most in (SMALL, _bytes(graph, whole))
+    )
 
 
 def _bytes(graph: Graph, value: int) -> int:

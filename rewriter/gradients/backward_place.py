@@ -152,7 +152,7 @@ def _gives_up(backward: Backward, graph: Graph, match: Match, body: Scope) -> bo
     spare = [v for v in inputs & inside - leaves - {match.value} if is_spare(v)]
     need = (ROOM - (match.value in inputs)) * _bytes(graph, match.value)
     need += sum(_bytes(graph, v) for v in leaves - inputs if not _is_argument(body, v))
-    return sum(_bytes(graph, v) for v in spare) >= need
+    return _jax.never_larger(need, sum(_bytes(graph, v) for v in spare))
 
 
 def _is_argument(body: Scope, value: int) -> bool:
@@ -163,11 +163,8 @@ def _is_argument(body: Scope, value: int) -> bool:
 
 
 def _bytes(graph: Graph, value: int) -> int:
-    """The bytes of a value; 0 with symbolic axes."""
-    shape = graph.shape(value)
-    if not all(isinstance(d, int) for d in shape):
-        return 0
-    return math.prod(shape) * graph.dtype(value).itemsize
+    """The bytes of a value; symbolic with symbolic axes."""
+    return math.prod(graph.shape(value)) * graph.dtype(value).itemsize
 
 
 def _known_at(scope: Scope, position: int, values: Sequence[int]) -> bool:

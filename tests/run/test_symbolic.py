@@ -185,6 +185,89 @@ def test_ragged_rows(backward):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
 
+def loss(x, w, y):
+    rows = jax.nn.log_softmax(x @ w)
+    return -jnp.take_along_axis(rows, y[..., None], -1)[..., 0].mean()
+
+
+def loss_of_some(x, w, y):
+    keep = y > 0
+    rows = jax.nn.logsumexp(x @ w, -1)
+    picked = jnp.take_along_axis(x @ w, y[..., None], -1)[..., 0]
+    return jnp.where(keep, rows - picked, 0).sum() / keep.sum()
+
+
+def loss_of_given(x, y):
+    rows = jax.nn.log_softmax(x)
+    return -jnp.take_along_axis(rows, y[..., None], -1)[..., 0].mean()
+
+
+def unit(x, w, u):
+    return jax.nn.silu(x @ w) * (x @ u)
+
+
+W = (8, 20011)  # of which the plain kernel holds 209 rows of logits at once
+BLOCKS = {
+    "loss": (loss, "linear_cross_entropy", [("b", "t", 8), W, (("b", "t"), N)]),
+    "some": (loss_of_some, "linear_cross_entropy", [("t", 8), W, (("t",), N)]),
+    "given": (loss_of_given, "cross_entropy", [("b", "t", 16), (("b", "t"), N)]),
+    "unit": (unit, "gated_linear_unit", [("b", "t", 4), (4, 8), (4, 8)]),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_rows(name):
+    """Fewer rows than a block of the kernel has, and more."""
+    f, op, shapes = BLOCKS[name]
+    fast = rewriter.optimize(f, implementation={op: "memory_bounded"})
+    specs = specs_of(shapes)
+    sites = fast.report(*specs).sites
+    assert [(s.op, s.kernel) for s in sites] == [(op, "memory_bounded")]
+    floats = tuple(i for i, x in enumerate(specs) if x.dtype == F)
+    both = lambda f: jax.value_and_grad(lambda *a: jnp.sum(f(*a) ** 2), floats)
+    art = export.export(jax.jit(both(fast)), platforms=["cpu", "cuda", "tpu"])(*specs)
+    for b, t in ((1, 8), (3, 190)):
+        arrays = arrays_of(specs, {"b": b, "t": t})
+        got, want = art.call(*arrays), jax.jit(both(f))(*arrays)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+
+
+def test_no_kernel_is_named_that_gives_way_to_the_reference():
+    """What is named in a report is what is lowered: here loops over blocks of rows."""
+    specs = specs_of(BLOCKS["unit"][2])
+    fast = rewriter.optimize(unit, implementation=FORCED)
+    (site,) = fast.report(*specs).sites
+    assert site.kernel == "memory_bounded"
+    text = export.export(jax.jit(fast))(*specs).mlir_module()
+    assert "stablehlo.while" in text
+
+
+def test_a_mask_made_before_checkpointed_layers():
+    def layers(x, w, g):
+        mask = (g[:, :, None] == g[:, None]) & below(x.shape[1], x.shape[1])
+
+        @jax.checkpoint
+        def layer(x, w):
+            q, k, v = jnp.split((x @ w / 9).reshape(*x.shape[:2], 2, 24), 3, -1)
+            return x + attention(lambda t, s: mask[:, None])(q, k, v).reshape(x.shape)
+
+        for i in range(2):
+            x = layer(x, w[i])
+        return (x**2).sum()
+
+    specs = specs_of([("b", "t", 16), (2, 16, 48), (("b", "t"), N)])
+    g = rewriter.optimize(jax.grad(layers, (0, 1)), implementation=FORCED)
+    sites = g.report(*specs).sites
+    assert [bool(s.backward) for s in sites] == [True, True]
+    assert {s.kernel for s in sites} == {"memory_bounded"}
+    art = export.export(jax.jit(g), platforms=["cpu"])(*specs)
+    arrays = arrays_of(specs, {"b": 3, "t": 21})
+    got, want = art.call(*arrays), jax.jit(jax.grad(layers, (0, 1)))(*arrays)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-3)
+
+
 TARGETS = {"h200": "hopper", "TPU v5e": "mosaic_tpu", "cpu": "memory_bounded"}
 
 

@@ -273,7 +273,7 @@ def reshape_args(
         taken: list[int] = []
         have = 1
         while have != size:
-            if smaller(have, size):
+            if new_is_next(have, size, j < len(new), i + 1 < len(old)):
                 if new[j] != 1:
                     taken.append(j)
                     have *= new[j]
@@ -300,12 +300,27 @@ def reshape_args(
     return tuple(out)
 
 
-def smaller(a: Any, b: Any) -> bool:
-    """Whether a < b; a symbolic size is smaller than its multiples."""
+def new_is_next(have: Any, size: Any, more_new: bool, more_old: bool) -> bool:
+    """Whether a reshaped value's next axis is taken, and not the source's.
+
+    Where symbolic sizes leave it open, either may be taken that is there.
+    """
+    fewer = smaller(have, size)
+    return more_new or not more_old if fewer is None else fewer
+
+
+def smaller(a: Any, b: Any) -> bool | None:
+    """Whether a < b; a symbolic size is smaller than its multiples. None if open."""
     try:
         return bool(a < b)
     except InconclusiveDimensionOperation:
-        return bool(b % a == 0)
+        up, down = divides(a, b), divides(b, a)
+        return None if up == down else up
+
+
+def divides(a: Any, b: Any) -> bool:
+    """Whether b is a multiple of a, whatever symbolic sizes are."""
+    return bool(b % a == 0)
 
 
 def _first(run: list[int], old: tuple[int, ...]) -> int:

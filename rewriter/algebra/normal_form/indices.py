@@ -45,6 +45,10 @@ class Indices:
         size = self.sizes[i]
         return (size, "") if isinstance(size, int) else (1 << 62, str(size))
 
+    def never_larger(self, i: int, j: int) -> bool:
+        """Whether an index has at most the size of another; no if it is open."""
+        return _jax.never_larger(self.sizes[i], self.sizes[j])
+
     def bound_index(self, level: int, slot: int, size: int) -> int:
         """The canonical name of a bound index."""
         key = (level, slot, size)
@@ -122,9 +126,9 @@ class Indices:
 
     def div(self, a: Index, n: int) -> Index:
         """A // n."""
-        lo, hi = self.index_range(a)
-        if lo // n == hi // n:
-            return ("k", lo // n) if lo // n else None
+        block = _block(*self.index_range(a), n)
+        if block is not None:
+            return ("k", block) if block else None
         if n == 1:
             return a
         if isinstance(a, tuple):
@@ -145,11 +149,11 @@ class Indices:
 
     def mod(self, a: Index, n: int) -> Index:
         """A % n."""
-        lo, hi = self.index_range(a)
         if n == 1:
             return None
-        if lo // n == hi // n:
-            return self.affine(a, 1, -(lo // n) * n)
+        block = _block(*self.index_range(a), n)
+        if block is not None:
+            return self.affine(a, 1, -block * n)
         if isinstance(a, tuple):
             if a[0] == "cat":
                 if a[3] == n:
@@ -194,3 +198,14 @@ class Indices:
             return self.affine(self.subst_index(a[1], to), a[2], a[3])
         make = self.div if a[0] == "div" else self.mod
         return make(self.subst_index(a[1], to), a[2])
+
+
+def _block(lo: int, hi: int, n: int) -> int | None:
+    """The quotient by n of all numbers from lo to hi; None if they have several.
+
+    That of a symbolic n is known only if it is 0 for the least n.
+    """
+    least, most = _jax.size_range(n)
+    if least != most:
+        return 0 if lo >= 0 and hi < least else None
+    return lo // n if lo // n == hi // n else None
