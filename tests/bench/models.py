@@ -47,7 +47,7 @@ PEAK = {"H100": 989e12, "H200": 989e12}
 """Operations in bfloat16 a second, by the vendor's data sheets."""
 IN_A_ROW = 10
 """Calls that follow each other without waiting, as in a training loop: a step gets the
-weights that the last one gave. The host prepares a step while the device runs another."""
+weights that the last one gave. The host prepares a step while another runs."""
 PASSES = ("inference", "step")
 SHOWN = 8
 """How many kernels of a profile are kept."""
