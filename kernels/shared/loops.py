@@ -31,17 +31,17 @@ def scan(step: Callable[[Any, Any], Any], carry: Any, parts: Any) -> tuple[Any, 
 
     `jax.lax.scan` puts the results of turns into zeros that need no array, which is
     what `zero_after` is for. Here they are carried instead. Inside `jax.shard_map`,
-    where they would have to vary as the results do, it is that of JAX.
+    where they would have to vary as the results do, it is that of JAX. So it is for a
+    symbolic number of turns.
     """
-    inside = _inside(step)
-    if jax.sharding.get_abstract_mesh().manual_axes:
+    inside, count = _inside(step), jax.tree.leaves(parts)[0].shape[0]
+    if jax.sharding.get_abstract_mesh().manual_axes or not isinstance(count, int):
         with jax.disable_jit(False):
             return lax.scan(inside, carry, parts)
     at = lambda i: jax.tree.map(lambda a: _taken(a, i), parts)
     traced, (_, made) = jax.make_jaxpr(inside, return_shape=True)(carry, at(0))
     body = jaxpr_as_fun(traced)
     leaves, made = jax.tree.flatten(made)
-    count = len(jax.tree.leaves(parts)[0])
     zero = zero_after(*jax.tree.leaves(parts))
     start = [jnp.full((count, *y.shape), zero.astype(y.dtype)) for y in leaves]
 

@@ -365,7 +365,7 @@ def _widened(
     joined: Sequence[Reference] = (),
     axis: int = 1,
 ) -> None:
-    x = widen.view().astype(np.float32)
+    x = narrow.view().astype(np.float32)
     for sign, what in steps:
         if sign == "round":
             x = x.astype(what).astype(np.float32)
