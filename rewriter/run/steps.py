@@ -210,7 +210,7 @@ def remember_pairs(program: Program) -> Program:
 
 
 def replace_sites(program: Program) -> Program:
-    """Puts the sites into the program; one that cannot be traced there stays out."""
+    """Puts the sites into the program; one for which that fails stays out."""
     while True:
 
         def step(some: Sequence[Splice], now: Program = program) -> Any:
