@@ -1,0 +1,1 @@
+"""Attention to a latent cache on Hopper GPUs: what the kernel supports."""
