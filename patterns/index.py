@@ -48,6 +48,10 @@ PATTERNS = {
     "quantized_attention": Shipped(
         "attention.stored", "Attention to keys and values of 4 or 8 bits with scales."
     ),
+    "latent_attention": Shipped(
+        "attention.latent",
+        "Attention whose values are the first columns of keys that all heads share.",
+    ),
     "layer_norm": Shipped(
         "norms.read", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
     ),

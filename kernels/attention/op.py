@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernels.attention.cost import cost
+from rewriter.kernels.attention.latent_form import latent_form
 from rewriter.kernels.attention.paged_form import paged_form
 from rewriter.kernels.attention.reference import (
     distributions,
@@ -75,6 +76,12 @@ PAGED = paged_form(
     OP,
     "paged_attention",
     "attention over keys and values in pages that a table names.",
+)
+
+LATENT = latent_form(
+    OP,
+    "latent_attention",
+    "attention to a latent that all heads share: values are the keys' first columns.",
 )
 
 STORED = stored_keys_form(
