@@ -66,7 +66,8 @@ def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array]:
         jax.ShapeDtypeStruct((count, rows), jnp.float32),
     ]
     dtype = named["q"].dtype
-    flat = pallas.swizzle(p.half)
+    # One tile width for all that is multiplied; it divides the arrays that are copied.
+    flat = pallas.swizzle(p.half, p.c + p.whole * p.r)
     rotary = p.r > 0
     scratch = {
         "q_tiles": pallas.tiles((2, ROWS, p.half), dtype, flat),
@@ -90,7 +91,7 @@ def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array]:
         scratch["q_rope_tile"] = pallas.tiles((ROWS, p.r), dtype, wide)
         scratch["rope_tiles"] = pallas.tiles((TILES, KEYS, p.r), dtype, wide)
     if p.r != KEYS:
-        scratch["weights"] = pallas.tiles((TILES, ROWS, KEYS), dtype, 128)
+        scratch["weights"] = pallas.tiles((TILES, ROWS, KEYS), dtype, flat)
 
     def body(*references: Any, **memory: Any) -> None:
         given = dict(zip((*named, "out", "lse"), references, strict=True))

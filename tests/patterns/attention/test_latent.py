@@ -264,9 +264,9 @@ def values_of_another_sequence(q, q_rope, latent, k_rope, lengths):
 
 
 def keys_of_each_head(q, q_rope, latent, k_rope, lengths):
-    heads = k_rope[:, :, None] + normal(S, N, R, seed=8)
-    s = jnp.einsum("bthc,bsc->bhts", q, latent)
-    s += jnp.einsum("bthr,bshr->bhts", q_rope, heads)
+    keys = latent[:, :, None] + normal(S, N, C, seed=8)
+    s = jnp.einsum("bthc,bshc->bhts", q, keys)
+    s += jnp.einsum("bthr,bsr->bhts", q_rope, k_rope)
     return of_latent(weights(s * SCALE, lengths), latent)
 
 
