@@ -52,6 +52,9 @@ PATTERNS = {
         "attention.latent",
         "Attention whose values are the first columns of keys that all heads share.",
     ),
+    "paged_latent_attention": Shipped(
+        "attention.paged_latent", "Latent attention to a cache in pages of a pool."
+    ),
     "layer_norm": Shipped(
         "norms.read", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
     ),

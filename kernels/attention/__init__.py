@@ -14,9 +14,11 @@ from rewriter.kernels.attention import (
 )
 from rewriter.kernels.attention.hopper import scored as hopper_scored
 from rewriter.kernels.attention.hopper_decode import paged
+from rewriter.kernels.attention.hopper_latent import paged as paged_latent
 from rewriter.kernels.attention.op import LATENT as LATENT
 from rewriter.kernels.attention.op import OP as OP
 from rewriter.kernels.attention.op import PAGED as PAGED
+from rewriter.kernels.attention.op import PAGED_LATENT as PAGED_LATENT
 from rewriter.kernels.attention.op import SCORED as SCORED
 from rewriter.kernels.attention.op import STORED as STORED
 from rewriter.kernels.attention.overflow import with_overflow
@@ -28,7 +30,7 @@ from rewriter.kernels.attention.xla import latent as joined_latent
 from rewriter.kernels.attention.xla import scored as with_score
 from rewriter.kernels.attention.xla import stored as of_few_bits
 
-OPS = (OP, PAGED, SCORED, STORED, LATENT)
+OPS = (OP, PAGED, SCORED, STORED, LATENT, PAGED_LATENT)
 
 _OF_ARRAYS = (
     with_positions(cudnn.KERNEL), with_positions(hopper.KERNEL),
@@ -39,6 +41,7 @@ _OF_ARRAYS = (
 )  # fmt: skip
 _OF_PAGES = (
     paged.KERNEL, in_float32(tpu_pages.KERNEL), in_float32(gathered.KERNEL),
+    paged_latent.KERNEL, in_float32(joined_latent.PAGED),
 )  # fmt: skip
 
 KERNELS = (

@@ -40,9 +40,9 @@ def latent_form(op: Op, name: str, about: str) -> Op:
     form = Form(
         operands=operands,
         compute=attended,
-        sizes=_sizes,
+        sizes=sizes,
         sharding=functools.partial(_sharding, operands, op.out),
-        sample=_sample,
+        sample=sample,
     )
     return special_form(op, name, about, form)
 
@@ -76,7 +76,7 @@ def attended(
 
 def as_attention(spec: Spec) -> Spec:
     """Returns the use of attention to keys and values in arrays of their own."""
-    shapes, dtypes = _sizes(dict(spec.shapes), dict(spec.dtypes), dict(spec.params))
+    shapes, dtypes = sizes(dict(spec.shapes), dict(spec.dtypes), dict(spec.params))
     return Spec("attention", tuple(shapes.items()), tuple(dtypes.items()), spec.params)
 
 
@@ -105,37 +105,37 @@ def _sharding(
     return Sharding(frozenset("bn"), dims=dims)
 
 
-def _sizes(
+def sizes(
     shapes: Shapes, dtypes: Dtypes, params: Mapping[str, Any]
 ) -> tuple[Shapes, Dtypes]:
-    """Those of queries, keys and values."""
+    """Returns the sizes and dtypes of queries, keys, values and all others."""
     del params
     b, t, n, c = shapes["q"]
     s, r = shapes["latent"][1], shapes.get("q_rope", (0,))[-1]
-    sizes = {"q": (b, t, n, c + r), "k": (b, s, 1, c + r), "v": (b, s, 1, c)}
+    own = {"q": (b, t, n, c + r), "k": (b, s, 1, c + r), "v": (b, s, 1, c)}
     types = {"q": dtypes["q"], "k": dtypes["latent"], "v": dtypes["latent"]}
     others = [x for x in shapes if x not in OWN]
     return (
-        {**sizes, **{x: shapes[x] for x in others}},
+        {**own, **{x: shapes[x] for x in others}},
         {**types, **{x: dtypes[x] for x in others}},
     )
 
 
-def _sample(
+def sample(
     draw: Sample, key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
 ) -> dict[str, Array]:
     """Realistic operands: those of attention, with normal latents and rotary keys."""
     shapes = {n: x.shape for n, x in operands.items()}
     dtypes = {n: str(x.dtype) for n, x in operands.items()}
-    sizes, types = _sizes(shapes, dtypes, params)
-    whole = {n: jax.ShapeDtypeStruct(sizes[n], types[n]) for n in sizes}
+    wide, types = sizes(shapes, dtypes, params)
+    whole = {n: jax.ShapeDtypeStruct(wide[n], types[n]) for n in wide}
     made = draw(key, whole, params)
     parts = {"q": made["q"], "q_rope": made["q"], "latent": made["k"]}
     parts["k_rope"] = made["k"]
     c, found = shapes["q"][3], {n: x for n, x in made.items() if n not in "qkv"}
     for name in OWN:
         if name in operands:
-            x, wide = parts[name], shapes[name][-1]
-            x = x[..., c : c + wide] if "rope" in name else x[..., :wide]
+            x, last = parts[name], shapes[name][-1]
+            x = x[..., c : c + last] if "rope" in name else x[..., :last]
             found[name] = x.reshape(shapes[name]).astype(operands[name].dtype)
     return found

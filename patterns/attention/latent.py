@@ -89,15 +89,15 @@ def latent(find: Finder, reading: Reading) -> Reading:
     if widths[place] != alg.sizes[narrow]:
         raise Refused("values", "values are narrower than the latent", score=0.3)
     queries = _queries(alg, reading.operands["q"], widths)
-    # What was cut here is that of the reading piece by piece: that is what is proved.
-    cut = (len(keys.parts), len(reading.operands["q"].parts)) != (len(parts), len(widths))
+    # Arrays that the program joins are proved as one, piece by piece as `_joined` does.
+    proof = reading if len(parts) > len(keys.parts) else None
     if place:
         parts, queries = parts[::-1], queries[::-1]
     own = _keys(alg, parts)
     own |= dict(zip(("q", "q_rope"), queries, strict=False))
     rest = {n: o for n, o in reading.operands.items() if n not in ("q", "k", "v")}
     return dataclasses.replace(
-        reading, op=NAME, operands={**rest, **own}, proof=reading if cut else None
+        reading, op=NAME, operands={**rest, **own}, proof=proof
     )
 
 

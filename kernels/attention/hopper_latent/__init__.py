@@ -100,15 +100,40 @@ def forward(*, config: Programs | None = None, **given: Any) -> Array:
         config: How the work is split; the default config if absent.
         **given: Operands and parameters of attention to a latent.
     """
-    from rewriter.kernels.attention.hopper_latent import decode
-
     operands = {n: x for n, x in given.items() if n in LATENT.names}
     params = {n: x for n, x in given.items() if n not in operands}
     config = config or default(spec_of(LATENT, operands, params), ANY)
-    left = {n: params.pop(n, None) for n in ("softcap", PARAM)}
-    assert set(left.values()) == {None}, left
-    own = (operands.pop(n, None) for n in ("q", "q_rope", "latent", "k_rope"))
-    return decode.attend(*own, config, **operands, **params)
+    return attend(config, **given)
+
+
+def attend(
+    config: Programs,
+    *,
+    q: Array,
+    latent: Array,
+    q_rope: Array | None = None,
+    k_rope: Array | None = None,
+    softcap: None = None,
+    weights: None = None,
+    **given: Any,
+) -> Array:
+    """Returns attention to a latent, in order or in pages; see `decode.attend`.
+
+    Args:
+        config: How the work is split.
+        q: As there; also the next three.
+        latent: As there.
+        q_rope: As there.
+        k_rope: As there.
+        softcap: Absent in supported uses.
+        weights: Absent in supported uses.
+        **given: The other arguments.
+    """
+    from rewriter.kernels.attention.hopper_latent import decode
+
+    assert softcap is None
+    assert weights is None
+    return decode.attend(q, q_rope, latent, k_rope, config, **given)
 
 
 KERNEL = HOPPER.kernel(

@@ -250,6 +250,34 @@ def test_a_decoding_program_is_exported_with_it() -> None:
     assert text.count("mosaic_gpu_v2") == 2
 
 
+def paged_step(q, q_rope, pool, table, lengths):
+    b, count = table.shape
+    cache = pool[table].reshape(b, count * pool.shape[1], -1)
+    latent, k_rope = jnp.split(cache, [q.shape[-1]], -1)
+    return step(q, q_rope, latent, k_rope, lengths)
+
+
+def test_a_program_with_pages_is_exported_with_it() -> None:
+    shape = lambda *x: jax.ShapeDtypeStruct(x, BF16)
+    args = (
+        shape(2, 1, 16, 256), shape(2, 1, 16, 64), shape(12, 64, 320),
+        jax.ShapeDtypeStruct((2, 5), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32),
+    )  # fmt: skip
+    forced = {"paged_latent_attention": "hopper_latent"}
+    fast = rewriter.optimize(paged_step, implementation=forced)
+    (site,) = fast.report(*args).sites
+    assert (site.form, site.kernel) == ("paged_latent_attention", "hopper_latent")
+    text = jax.export.export(fast, platforms=["cuda"])(*args).mlir_module()
+    assert text.count("mosaic_gpu_v2") == 2
+    sites = rewriter.explain(paged_step, target="h100", tune="off")(
+        shape(64, 1, 128, 512), shape(64, 1, 128, 64), shape(4096, 64, 576),
+        jax.ShapeDtypeStruct((64, 64), jnp.int32),
+        jax.ShapeDtypeStruct((64,), jnp.int32),
+    ).sites  # fmt: skip
+    site = next(s for s in sites if s.op == "attention")
+    assert (site.form, site.kernel) == ("paged_latent_attention", "hopper_latent")
+
+
 # ---------------------------------------------------------------- on a Hopper GPU
 CASES: dict[str, Case] = {
     **SIMULATED,

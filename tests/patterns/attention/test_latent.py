@@ -200,6 +200,84 @@ def test_several_queries() -> None:
     np.testing.assert_allclose(fast(*args), exact(f, args), rtol=2e-5, atol=2e-5)
 
 
+# ---------------------------------------------------------------------- in pages
+TABLE = np.array([[3, 0, 5], [1, 2, 4]])
+"""The pages of each sequence, of 8 keys each."""
+
+
+def pooled(*parts: Any) -> Any:
+    """A pool of pages, with the keys of all sequences in the order of `TABLE`."""
+    x = jnp.concatenate(parts, -1)
+    pages = x.reshape(TABLE.size, 8, -1)
+    pool = jnp.zeros_like(pages).at[TABLE.reshape(-1)].set(pages)
+    return jax.lax.optimization_barrier(pool)
+
+
+def joined_pages(pool: Any, table: Any = TABLE) -> Any:
+    return pool[jnp.asarray(table)].reshape(B, S, pool.shape[-1])
+
+
+def two_pools(q, q_rope, latent, k_rope, lengths):
+    latent, k_rope = (joined_pages(pooled(x)) for x in (latent, k_rope))
+    return two_products(q, q_rope, latent, k_rope, lengths)
+
+
+def one_pool(q, q_rope, latent, k_rope, lengths):
+    cache = joined_pages(pooled(latent, k_rope))
+    s = jnp.einsum("bthd,bsd->bhts", jnp.concatenate((q, q_rope), -1), cache)
+    return of_latent(weights(s * SCALE, lengths), cache[..., :C])
+
+
+def one_pool_in_parts(q, q_rope, latent, k_rope, lengths):
+    cache = joined_pages(pooled(latent, k_rope))
+    return two_products(q, q_rope, *jnp.split(cache, [C], -1), lengths)
+
+
+def one_pool_with_a_head_axis(q, q_rope, latent, k_rope, lengths):
+    cache = joined_pages(pooled(latent, k_rope)[:, :, None])
+    return two_products(q, q_rope, *jnp.split(cache, [C], -1), lengths)
+
+
+def taken_from_a_pool(q, q_rope, latent, k_rope, lengths):
+    take = lambda pool: jnp.take(pool, jnp.asarray(TABLE), axis=0).reshape(B, S, -1)
+    latent, k_rope = (take(pooled(x)) for x in (latent, k_rope))
+    return two_products(q, q_rope, latent, k_rope, lengths)
+
+
+PAGED = (
+    two_pools, one_pool, one_pool_in_parts, one_pool_with_a_head_axis,
+    taken_from_a_pool,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("f", PAGED, ids=lambda f: f.__name__)
+def test_decoding_from_pages(f: Any) -> None:
+    args = inputs()
+    forced = {**FORCED, "paged_latent_attention": "joined"}
+    fast = rewriter.optimize(f, implementation=forced)
+    (site,) = fast.report(*args).sites
+    assert (site.form, site.kernel) == ("paged_latent_attention", "joined")
+    whole = "one_pool" in f.__name__
+    assert f"latent_pages f32[{TABLE.size},8,{C + R * whole}]" in site.shapes
+    assert ("k_rope_pages" in site.shapes) != whole
+    np.testing.assert_allclose(fast(*args), exact(f, args), rtol=2e-5, atol=2e-5)
+
+
+def test_pages_of_two_tables() -> None:
+    """A kernel reads one table: the cache is gathered first."""
+
+    def f(q, q_rope, latent, k_rope, lengths):
+        latent = joined_pages(pooled(latent))
+        k_rope = joined_pages(pooled(k_rope), TABLE[::-1])
+        return two_products(q, q_rope, latent, k_rope, lengths)
+
+    forced = {**FORCED, "paged_latent_attention": "joined"}
+    fast, args = rewriter.optimize(f, implementation=forced), inputs()
+    (site,) = fast.report(*args).sites
+    assert site.form == "latent_attention"
+    np.testing.assert_allclose(fast(*args), exact(f, args), rtol=2e-5, atol=2e-5)
+
+
 def test_what_decides() -> None:
     """A Hopper GPU takes the form where its kernel is estimated to be faster."""
     shape = lambda *x: jax.ShapeDtypeStruct(x, jnp.bfloat16)
