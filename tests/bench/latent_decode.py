@@ -8,7 +8,7 @@ kernels of a run added up, medians of runs that take turns on two sets of normal
 bfloat16 operands. Lengths are operands: full ones, and ones drawn from 1 to all keys.
 TF/s count two products of the keys before those lengths, and TB/s their bytes, once.
 Shares are of 989 TF/s and 3.35 TB/s, an H100 SXM's. Errors are relative ones of two
-sequences' results against float64. "pieces" is ours before results are merged.
+sequences' results against float64.
 """
 
 from __future__ import annotations
@@ -87,20 +87,11 @@ def ours(**how: Any) -> Callable[..., jax.Array]:
     return run
 
 
-def pieces_alone(x: dict[str, jax.Array], lengths: jax.Array) -> Any:
-    """Returns the results of pieces, not merged."""
-    return decode.in_pieces(
-        x["q"], x["q_rope"], x["latent"], x["k_rope"], Programs(),
-        kv_lengths=lengths, scale=SCALE,
-    )[2:]  # fmt: skip
-
-
 PROGRAMS = {
     "xla": as_written,
     "two arrays": ours(k_rope="k_rope"),
     "one array": ours(latent="whole"),
     "pages of 64": ours(latent="pages", table="table"),
-    "pieces": pieces_alone,
 }
 
 
@@ -134,10 +125,8 @@ def measured(name: str, turns: int, several: bool) -> list[dict[str, Any]]:
         want = exact(sets[0], lengths)
         for (by, program), t in zip(programs.items(), times, strict=True):
             got = program(*inputs[0])
-            error = np.nan
-            if by != "pieces":
-                got = np.asarray(got[SAMPLE], np.float64)
-                error = np.linalg.norm(got - want) / np.linalg.norm(want)
+            got = np.asarray(got[SAMPLE], np.float64)
+            error = np.linalg.norm(got - want) / np.linalg.norm(want)
             keys = int(lengths.sum())
             tfs = 2 * keys * HEADS * (2 * LATENT + ROTARY) / t.median / 1e12
             tbs = 2 * keys * (LATENT + ROTARY) / t.median / 1e12

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 
 from rewriter.kernels.attention.empty_rows import AVERAGED, ZERO
 from rewriter.kernels.attention.hopper.blocks import Mask
-from rewriter.kernels.attention.hopper_decode.merge import merged
 from rewriter.kernels.attention.hopper_latent.kernel import pieces
+from rewriter.kernels.attention.hopper_latent.merge import completed
 from rewriter.kernels.attention.hopper_latent.problem import Pages, Problem
 
 if TYPE_CHECKING:
@@ -29,9 +29,14 @@ def attend(
     k_rope: Array | None,
     config: Programs,
     *,
+    table: Array | None = None,
+    kv_lengths: Array | None = None,
+    offset: Array | None = None,
+    scale: float = 1.0,
+    window: tuple[int | None, int | None] = (None, None),
+    shift: int = 0,
     empty_rows: str = "nan",
     out_dtype: str | None = None,
-    **given: Any,
 ) -> Array:
     """Returns attention [b, t, n, c] to a latent cache, for supported uses.
 
@@ -42,71 +47,41 @@ def attend(
             table, [pages, z, ...].
         k_rope: [b, s, r]; None if they lie in `latent`.
         config: How the work is split.
-        empty_rows: As in `reference`.
-        out_dtype: q's, or float32.
-        **given: As for `in_pieces`.
-    """
-    mean = empty_rows in AVERAGED
-    p, ends, parts, lse = in_pieces(q, q_rope, latent, k_rope, config, mean, **given)
-    zero = empty_rows in ZERO and p.mask.may_be_empty
-    made = merged(p, ends, parts, lse, zero, jnp.dtype(out_dtype or q.dtype))
-    return made.reshape(q.shape)
-
-
-def in_pieces(
-    q: Array,
-    q_rope: Array | None,
-    latent: Array,
-    k_rope: Array | None,
-    config: Programs,
-    mean: bool = False,
-    *,
-    table: Array | None = None,
-    kv_lengths: Array | None = None,
-    offset: Array | None = None,
-    scale: float = 1.0,
-    window: tuple[int | None, int | None] = (None, None),
-    shift: int = 0,
-) -> tuple[Problem, Array, Array, Array]:
-    """Returns the problem, where sequences end, and the results of pieces.
-
-    The first arguments are those of `attend`.
-
-    Args:
-        mean: Whether rows without keys give the mean of all values.
         table: int32 [b, p], each within the pool; None if not in pages.
         kv_lengths: int [b|1].
         offset: int [b|1].
         scale: Multiplies scores; positive.
         window: As in `reference`, without a left end.
         shift: As in `reference`.
+        empty_rows: As in `reference`.
+        out_dtype: q's, or float32.
     """
-    (b, t, n, c), count = q.shape, 1
-    if table is not None:
-        count = table.shape[1]
-    size = latent.shape[1]
+    (b, t, n, c), size = q.shape, latent.shape[1]
+    count = 1 if table is None else table.shape[1]
     seen = Mask(
         t, size * count, *window, shift, kv_lengths is not None, offset is not None,
-        mean,
+        empty_rows in AVERAGED,
     )  # fmt: skip
     pages = Pages(size=size, count=count, axes="pzkh", listed=table is not None)
     r = 0 if q_rope is None else q_rope.shape[3]
-    p = Problem(b, n, c, r, seen, scale, pages, k_rope is None, config)
-    named = {"q": _even(q.reshape(b, t * n, c))}
-    if q_rope is not None:
-        named["q_rope"] = _even(q_rope.reshape(b, t * n, r))
+    zero = empty_rows in ZERO and seen.may_be_empty
+    dtype = jnp.dtype(out_dtype or q.dtype)
+    p = Problem(b, n, c, r, seen, scale, pages, k_rope is None, config, zero, dtype)
     numbers = {
         name: jnp.broadcast_to(x.astype(jnp.int32), (b,))
         for name, x in (("lengths", kv_lengths), ("offsets", offset))
         if x is not None
     }
     ends = _ends(p, numbers)
-    named |= {"ends": ends, "latent": _even(latent), **numbers}
+    named = {"q": _even(q.reshape(b, t * n, c)), "ends": ends, "latent": _even(latent)}
+    if q_rope is not None:
+        named["q_rope"] = _even(q_rope.reshape(b, t * n, r))
     if k_rope is not None:
         named["k_rope"] = _even(k_rope)
     if table is not None:
         named["table"] = table
-    return p, ends, *pieces(p, named)
+    made = completed(p, ends, *pieces(p, named | numbers))
+    return made[:, : t * n].reshape(b, t, n, c)
 
 
 def _even(x: Array) -> Array:

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 LOG2E = math.log2(math.e)
 
 
-def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array]:
-    """Returns the result of each piece, and its log-sum-exp.
+def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array, Array]:
+    """Returns results of whole sequences, those of pieces, and their log-sum-exps.
 
     Args:
         p: The problem.
@@ -57,12 +57,14 @@ def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array]:
             present, int32 ``lengths`` [b], ``offsets`` [b] and ``table`` [b, pages].
 
     Returns:
-        float32 [pieces, 64 groups, columns] and [pieces, 64 groups]; unused pieces are
-        not written.
+        [b, 64 groups, c] of the problem's dtype, for sequences that have one piece.
+        float32 [pieces, 64 groups, c] and [pieces, 64 groups], for those that have
+        more. Others are not written.
     """
     count, rows = p.queue(named["ends"]).pieces, ROWS * p.groups
     out = [
-        jax.ShapeDtypeStruct((count, rows, p.columns), jnp.float32),
+        jax.ShapeDtypeStruct((p.b, rows, p.c), p.dtype),
+        jax.ShapeDtypeStruct((count, rows, p.c), jnp.float32),
         jax.ShapeDtypeStruct((count, rows), jnp.float32),
     ]
     dtype = named["q"].dtype
@@ -94,7 +96,7 @@ def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array]:
         scratch["weights"] = pallas.tiles((TILES, ROWS, KEYS), dtype, flat)
 
     def body(*references: Any, **memory: Any) -> None:
-        given = dict(zip((*named, "out", "lse"), references, strict=True))
+        given = dict(zip((*named, "out", "parts", "lse"), references, strict=True))
         _Block(p, given, memory).run()
 
     programs = p.readers * p.groups
@@ -119,6 +121,8 @@ class _Piece:
     end: Any
     number: Any
     """The index of its results."""
+    whole: Any
+    """Whether it is the only one of its sequence."""
 
     @property
     def pairs(self) -> Any:
@@ -177,8 +181,9 @@ class _Block:
         r = p.blocks(offset, length)
         at = p.mask.shift if offset is None else p.mask.shift + offset
         made = _Piece(
-            sequence, r, at, r.start + start, r.start + end, self.reader + sequence
-        )
+            sequence, r, at, r.start + start, r.start + end, self.reader + sequence,
+            (start == 0) & (end == count),
+        )  # fmt: skip
         following = jnp.minimum(sequence + 1, p.b - 1)
         return made, jnp.where(end == count, following, sequence)
 
@@ -400,21 +405,34 @@ class _Block:
         return at
 
     # ------------------------------------------------------------------ storing
-    def store(self, piece: _Piece, w: int, out: Array, top: Array, total: Array) -> None:
-        """Writes half of a piece's result; 0 and -inf for rows that saw no key."""
-        p, x = self.p, self.x
+    def store(
+        self, piece: _Piece, w: int, out: Array, top: Array, total: Array
+    ) -> None:
+        """Writes half of a piece's result."""
+        p, x, given = self.p, self.x, self.given
         x["sums"].at[w][...] = total
         plgpu.barrier_arrive(x["sum_ready"].at[w])
         plgpu.barrier_wait(x["sum_ready"].at[1 - w])
         total = total + pallas.loaded(x["sums"].at[1 - w], pallas.ROWS)
-        out = out * pallas.along(jnp.where(total == 0.0, 0.0, 1.0 / total), out.shape)
+        inverse = 1.0 / total
+        or_zero = jnp.where(total == 0.0, 0.0, inverse)
         rows = pl.ds(self.group * ROWS, ROWS)
-        place = self.given["out"].at[piece.number, rows, pl.ds(w * p.half, p.half)]
-        place[...] = out
-        if w == 0:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            x["lse_rows"][...] = top * p.scale + jnp.log(total)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                x["lse_rows"], self.given["lse"].at[piece.number, rows]
-            )
+        columns = pl.ds(w * p.half, p.half)
+
+        @pallas.when(piece.whole)
+        def _() -> None:
+            place = given["out"].at[piece.sequence, rows, columns]
+            factor = or_zero if p.zero else inverse
+            place[...] = (out * pallas.along(factor, out.shape)).astype(p.dtype)
+
+        @pallas.when(jnp.logical_not(piece.whole))
+        def _() -> None:
+            place = given["parts"].at[piece.number, rows, columns]
+            place[...] = out * pallas.along(or_zero, out.shape)
+            if w == 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                x["lse_rows"][...] = top * p.scale + jnp.log(total)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    x["lse_rows"], given["lse"].at[piece.number, rows]
+                )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
-from rewriter.kernels.attention.hopper_decode.problem import LANES, Pages
+from rewriter.kernels.attention.hopper_decode.problem import Pages
 from rewriter.kernels.attention.hopper_decode.work_split import WorkQueue
 from rewriter.kernels.attention.hopper_latent.config import KEYS, Programs, groups_of
 from rewriter.kernels.attention.visibility import Range
@@ -26,6 +26,8 @@ class Problem:
         pages: Where keys lie.
         whole: Whether the latent and the rotary keys lie in one array, side by side.
         config: How the work is split.
+        zero: Whether rows without keys are 0, and not NaN.
+        dtype: The result's dtype.
     """
 
     b: int
@@ -37,14 +39,8 @@ class Problem:
     pages: Pages
     whole: bool
     config: Programs
-
-    heads = 1
-    """Key heads, for `merge`."""
-
-    @property
-    def e(self) -> int:
-        """Width of values."""
-        return self.c
+    zero: bool
+    dtype: Any
 
     @property
     def half(self) -> int:
@@ -60,11 +56,6 @@ class Problem:
     def groups(self) -> int:
         """Blocks of threads that read the same keys, for other rows each."""
         return groups_of(self.mask.t, self.n)
-
-    @property
-    def columns(self) -> int:
-        """Columns of partial results."""
-        return -(-self.c // LANES) * LANES
 
     @property
     def readers(self) -> int:
