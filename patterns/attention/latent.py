@@ -96,9 +96,7 @@ def latent(find: Finder, reading: Reading) -> Reading:
     own = _keys(alg, parts)
     own |= dict(zip(("q", "q_rope"), queries, strict=False))
     rest = {n: o for n, o in reading.operands.items() if n not in ("q", "k", "v")}
-    return dataclasses.replace(
-        reading, op=NAME, operands={**rest, **own}, proof=proof
-    )
+    return dataclasses.replace(reading, op=NAME, operands={**rest, **own}, proof=proof)
 
 
 # ------------------------------------------------------------------------- keys
@@ -222,7 +220,13 @@ def _atom(alg: Algebra, part: Part, what: str) -> Atom:
     """
     form, groups = part
     ((flag, mono), c), *others = form.items()
-    if not others and flag == TRUE and c == 1 and len(mono) == 1 and len(groups[3]) == 1:
+    if (
+        not others
+        and flag == TRUE
+        and c == 1
+        and len(mono) == 1
+        and len(groups[3]) == 1
+    ):
         ((atom, exponent),) = mono
         if exponent == 1 and alg.kind(atom) == "leaf":
             return alg.defs[atom][1:]
@@ -230,9 +234,7 @@ def _atom(alg: Algebra, part: Part, what: str) -> Atom:
 
 
 # ---------------------------------------------------------------------- queries
-def _queries(
-    alg: Algebra, q: Operand, widths: Sequence[int]
-) -> tuple[Operand, ...]:
+def _queries(alg: Algebra, q: Operand, widths: Sequence[int]) -> tuple[Operand, ...]:
     """Queries in parts of some widths.
 
     Raises:

@@ -79,9 +79,7 @@ def paged(find: Finder, reading: Reading) -> Reading:
     )
 
 
-def _gathered(
-    find: Finder, cache: Operand
-) -> tuple[Pages, tuple[Index, ...], Group]:
+def _gathered(find: Finder, cache: Operand) -> tuple[Pages, tuple[Index, ...], Group]:
     """Reads a cache as pages: the pool and table, the table's indices, the page's.
 
     Raises:

@@ -51,10 +51,10 @@ def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array, Array]:
 
     Args:
         p: The problem.
-        named: ``q`` [b, rows, c] and ``q_rope`` [b, rows, r], rows in eights; ``ends``
-            as `WorkQueue` has it; ``latent`` [sequences or pages, keys, c] and
-            ``k_rope``, keys in eights, or ``latent`` with the columns of both. If
-            present, int32 ``lengths`` [b], ``offsets`` [b] and ``table`` [b, pages].
+        named: ``q`` [b, rows, c] and ``q_rope`` [b, rows, r], rows in eights. ``ends``
+            as `WorkQueue` has it. ``latent`` [sequences or pages, keys, c], and
+            ``k_rope`` or the columns of both; keys in eights. If present, int32
+            ``lengths`` [b], ``offsets`` [b] and ``table`` [b, pages].
 
     Returns:
         [b, 64 groups, c] of the problem's dtype, for sequences that have one piece.

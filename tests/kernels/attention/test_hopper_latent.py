@@ -199,7 +199,11 @@ def test_what_is_not_seen_is_not_read() -> None:
 LOWERED: dict[str, Case] = {
     "two arrays": ((64, 1, 4096, 128, 512, 64), 132, {"kv_lengths": (1,) * 64}),
     "one array": ((64, 1, 4096, 128, 512, 64), 132, {"whole": True}),
-    "pages": ((4, 2, 1024, 128, 512, 64), 132, {"pages": 64, "window": CAUSAL, "offset": (0,) * 4}),
+    "pages": (
+        (4, 2, 1024, 128, 512, 64),
+        132,
+        {"pages": 64, "window": CAUSAL, "offset": (0,) * 4},
+    ),
     "mean": SIMULATED["mean, one array"],
 }
 
@@ -281,11 +285,31 @@ def test_a_program_with_pages_is_exported_with_it() -> None:
 # ---------------------------------------------------------------- on a Hopper GPU
 CASES: dict[str, Case] = {
     **SIMULATED,
-    "heads of V3": ((4, 1, 4096, 128, 512, 64), 132, {"kv_lengths": (1, 4096, 77, 1024)}),
-    "one array": ((4, 1, 4096, 128, 512, 64), 132, {"kv_lengths": (1, 4096, 77, 1024), "whole": True}),
-    "pages": ((4, 1, 4096, 128, 512, 64), 132, {"kv_lengths": (1, 4096, 77, 1024), "pages": 64}),
-    "two queries": ((3, 2, 1111, 128, 512, 64), 132, {"window": CAUSAL, "offset": (0, 500, 1107)}),
-    "many sequences": ((128, 1, 512, 16, 512, 64), 132, {"kv_lengths": tuple(range(1, 513, 4))}),
+    "heads of V3": (
+        (4, 1, 4096, 128, 512, 64),
+        132,
+        {"kv_lengths": (1, 4096, 77, 1024)},
+    ),
+    "one array": (
+        (4, 1, 4096, 128, 512, 64),
+        132,
+        {"kv_lengths": (1, 4096, 77, 1024), "whole": True},
+    ),
+    "pages": (
+        (4, 1, 4096, 128, 512, 64),
+        132,
+        {"kv_lengths": (1, 4096, 77, 1024), "pages": 64},
+    ),
+    "two queries": (
+        (3, 2, 1111, 128, 512, 64),
+        132,
+        {"window": CAUSAL, "offset": (0, 500, 1107)},
+    ),
+    "many sequences": (
+        (128, 1, 512, 16, 512, 64),
+        132,
+        {"kv_lengths": tuple(range(1, 513, 4))},
+    ),
     "heads of MiniCPM3": ((3, 1, 3000, 40, 256, 32), 132, {}),
     "large scores": ((2, 1, 900, 128, 512, 64), 132, {"times": 5}),
 }
