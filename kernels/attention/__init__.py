@@ -27,6 +27,7 @@ from rewriter.kernels.attention.row_biases import with_row_biases
 from rewriter.kernels.attention.weights import in_float32
 from rewriter.kernels.attention.xla import gathered
 from rewriter.kernels.attention.xla import latent as joined_latent
+from rewriter.kernels.attention.xla import paged_latent as joined_pages
 from rewriter.kernels.attention.xla import scored as with_score
 from rewriter.kernels.attention.xla import stored as of_few_bits
 
@@ -41,7 +42,7 @@ _OF_ARRAYS = (
 )  # fmt: skip
 _OF_PAGES = (
     paged.KERNEL, in_float32(tpu_pages.KERNEL), in_float32(gathered.KERNEL),
-    paged_latent.KERNEL, in_float32(joined_latent.PAGED),
+    paged_latent.KERNEL, in_float32(joined_pages.KERNEL),
 )  # fmt: skip
 
 KERNELS = (

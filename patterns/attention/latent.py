@@ -14,10 +14,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
-from rewriter.algebra.normal_form import TRUE, Algebra, Index, OverBudget, Poly
+from rewriter.algebra.normal_form import TRUE, Algebra, Index, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
-from rewriter.find.reading import Group, Operand, Reading, Refused, operand
+from rewriter.find.reading import Group, Operand, Reading, Refused
 from rewriter.patterns.attention import read
 from rewriter.patterns.attention.read import ANCHORS, DOT, STEPS
 from rewriter.patterns.quantized.operands import readings

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from rewriter.algebra.canonicalize import Pages
-from rewriter.algebra.normal_form import Algebra, Index, OverBudget
+from rewriter.algebra.normal_form import Index, OverBudget
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Group, Operand, Reading, Refused, operand

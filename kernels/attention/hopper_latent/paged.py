@@ -18,8 +18,8 @@ from rewriter.kernels.attention.hopper_latent.config import KEYS
 from rewriter.kernels.attention.hopper_latent.config import configs as configs
 from rewriter.kernels.attention.hopper_latent.config import fits as fits
 from rewriter.kernels.attention.op import PAGED_LATENT
-from rewriter.kernels.attention.pages import numbered
 from rewriter.kernels.attention.paged_latent_form import as_latent, copied
+from rewriter.kernels.attention.pages import numbered
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.ops.device import Device

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rewriter.kernels.attention import paged_latent_form, xla
+from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.latent_form import as_attention, attended
-from rewriter.kernels.attention.op import LATENT, PAGED_LATENT
+from rewriter.kernels.attention.op import LATENT
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Spec, Speed
 from rewriter.support.verdict import Verdict, no
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 def supports(spec: Spec) -> Verdict:
     """Returns whether `forward` supports a use: those of bounded attention."""
-    paged = spec.op == PAGED_LATENT.name
-    latent = paged_latent_form.as_latent(spec) if paged else spec
-    return xla.supports(as_attention(latent))
+    return xla.supports(as_attention(spec))
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -35,14 +33,4 @@ def forward(**given: Any) -> Array:
 
 KERNEL = XLA.kernel(
     LATENT.name, forward, None, supports, Speed(profitable), name="joined"
-)
-
-
-def forward_paged(**given: Any) -> Array:
-    """Returns latent attention over pages, which are gathered first."""
-    return paged_latent_form.attended(xla.forward, **given)
-
-
-PAGED = XLA.kernel(
-    PAGED_LATENT.name, forward_paged, None, supports, Speed(profitable), name="joined"
 )
