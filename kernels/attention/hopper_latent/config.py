@@ -22,7 +22,7 @@ TILES = 2
 """Blocks of keys in shared memory: one for each warpgroup that computes."""
 
 REGISTERS = (240, 24)
-"""Registers per lane: of the two warpgroups that compute, and of the one that copies."""
+"""Registers per lane: of the two warpgroups that compute, and of the copying one."""
 
 BARRIERS = 3 << 10
 """Bytes for barriers, maxima, sums and alignment, at most."""
