@@ -92,6 +92,8 @@ PROGRAMS = {
     "two arrays": ours(k_rope="k_rope"),
     "one array": ours(latent="whole"),
     "pages of 64": ours(latent="pages", table="table"),
+    "two arrays, clusters": ours(k_rope="k_rope", config=Programs(cluster=2)),
+    "one array, clusters": ours(latent="whole", config=Programs(cluster=2)),
 }
 
 

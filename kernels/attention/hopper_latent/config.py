@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
@@ -37,9 +37,11 @@ class Programs:
 
     Attributes:
         programs: Blocks of threads.
+        cluster: Blocks of a cluster, which copy parts of the same keys for each other.
     """
 
     programs: int = PROCESSORS
+    cluster: int = 1
 
     def readers(self, b: int, groups: int) -> int:
         """Returns how many readers share the cache; each is a block for each group.
@@ -85,15 +87,21 @@ def default(spec: Spec, device: Device) -> Programs:
 
 def configs(spec: Spec, device: Device) -> list[Programs]:
     """Returns configs worth measuring, most promising first."""
-    del spec
-    return [Programs(processors(device))]
+    own = Programs(processors(device))
+    made = [own, replace(own, cluster=2)]
+    return [c for c in made if fits(c, spec, device).ok]
 
 
 def fits(config: Programs, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run."""
-    del spec, device
+    del device
     if config.programs < 1:
         return no("programs", f"{config.programs} blocks of threads, not 1 or more")
+    _, t, n, _ = spec.shape("q")
+    groups = groups_of(t, n)
+    if config.cluster not in (1, 2) or groups % config.cluster:
+        text = f"clusters of {config.cluster} for {groups} groups of rows, not 1 or 2"
+        return no("cluster", text)
     return all_of()
 
 
