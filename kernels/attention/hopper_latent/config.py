@@ -38,10 +38,15 @@ class Programs:
     Attributes:
         programs: Blocks of threads.
         cluster: Blocks of a cluster, which copy parts of the same keys for each other.
+        ahead: Pairs of blocks of keys that are fetched into the second-level cache
+            before they are copied.
+        in_order: Whether both warpgroups add blocks of keys in their order.
     """
 
     programs: int = PROCESSORS
     cluster: int = 1
+    ahead: int = 0
+    in_order: bool = False
 
     def readers(self, b: int, groups: int) -> int:
         """Returns how many readers share the cache; each is a block for each group.
@@ -88,7 +93,11 @@ def default(spec: Spec, device: Device) -> Programs:
 def configs(spec: Spec, device: Device) -> list[Programs]:
     """Returns configs worth measuring, most promising first."""
     own = Programs(processors(device))
-    made = [own, replace(own, cluster=2)]
+    made = [
+        replace(own, cluster=cluster, ahead=ahead, in_order=in_order)
+        for in_order in (False, True)
+        for cluster, ahead in ((1, 0), (1, 1), (1, 2), (2, 0), (2, 1))
+    ]
     return [c for c in made if fits(c, spec, device).ok]
 
 

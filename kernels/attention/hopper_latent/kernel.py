@@ -219,19 +219,46 @@ class _Block:
 
             def pair(i: Any, _: Any) -> None:
                 first = piece.start + 2 * i
-                for w in range(TILES):
-                    plgpu.barrier_wait(x["early_free"].at[w])
-                    self.copy_half(piece, first + w, w, w, x["early_ready"].at[w])
-                for w in range(TILES):
-                    plgpu.barrier_wait(x["late_free"].at[w])
-                    ready = x["late_ready"].at[w]
-                    self.copy_half(piece, first + w, w, 1 - w, ready)
-                    if p.r:
+                self.fetch(piece, first + 2 * p.config.ahead)
+                for name, w in self.order:
+                    plgpu.barrier_wait(x[f"{name}_free"].at[w])
+                    ready, late = x[f"{name}_ready"].at[w], name == "late"
+                    self.copy_half(piece, first + w, w, 1 - w if late else w, ready)
+                    if p.r and late:
                         self.copy_rotary(piece, first + w, w, ready)
 
             lax.fori_loop(0, piece.pairs, pair, None)
 
         self.over_pieces(one)
+
+    @property
+    def order(self) -> tuple[tuple[str, int], ...]:
+        """The halves of both blocks of a pair, in the order in which they are free."""
+        early, late = (tuple((x, w) for w in range(TILES)) for x in ("early", "late"))
+        if self.p.config.in_order:
+            return early[0], late[0], late[1], early[1]
+        return early + late
+
+    def fetch(self, piece: _Piece, first: Any) -> None:
+        """Fetches a pair of blocks into the second-level cache."""
+        p = self.p
+        if p.config.ahead == 0:
+            return
+        rotary = ("latent", p.c) if p.whole else ("k_rope", 0)
+        columns = [("latent", half * p.half, p.half) for half in range(2)]
+        columns += [(*rotary, p.r)] if p.r else []
+
+        def block(w: int) -> None:
+            for place, keys, _ in self.parts(piece, first + w):
+                for name, start, wide in columns:
+                    at = place, keys, pl.ds(start, wide)
+                    plgpu.async_prefetch(self.given[name].at[at])
+
+        for w in range(TILES):
+            there = first + w < piece.end
+            if p.groups > 1:  # blocks of threads that read the same keys share this
+                there = there & (lax.rem(self.group, jnp.int32(2)) == w)
+            pallas.when(there)(functools.partial(block, w))
 
     def send(
         self, name: str, at: tuple[Any, ...], target: Any, ready: Any, **how: Any
@@ -241,7 +268,7 @@ class _Block:
 
     @property
     def to_all(self) -> dict[str, Any]:
-        """How a copy of keys is sent: each block copies a part, to all of its cluster."""
+        """How keys are copied: each block sends a part to all of its cluster."""
         return {"collective_axes": CLUSTER} if self.p.config.cluster > 1 else {}
 
     def free(self, name: str, tile: int) -> None:
@@ -295,6 +322,8 @@ class _Block:
     def compute_half(self, w: int) -> None:
         """Computes half of the columns of every piece."""
         x, add = self.x, (self.add_first, self.add_second)[w]
+        if self.p.config.in_order:
+            add = (self.add_even, self.add_odd)[w]
         plgpu.barrier_arrive(x["q_free"].at[0])
         self.free("early_free", w)
         self.free("late_free", 1 - w)
@@ -362,20 +391,61 @@ class _Block:
         self.free("late_free", 0)
         return out, higher, total
 
+    def add_even(self, piece: _Piece, i: Any, carry: Any, part: bool) -> Any:
+        """Adds a pair of blocks to the first half, and weighs the first block."""
+        (out, top, total), x = carry, self.x
+        scores = self.scores(piece, i, 0, part)
+        higher = jnp.maximum(top, scores.max(axis=1))
+        weights, fade = self.weigh(scores, top, higher)
+        x["tops"].at[0][...] = higher
+        self.put(weights, 0)
+        total = total * fade + weights.sum(axis=1)
+        out = out * pallas.along(fade, out.shape)
+        out = self.add_values(out, weights.astype(x["tiles"].dtype), 0, 0)
+        self.free("early_free", 0)
+        plgpu.barrier_wait(x["late_ready"].at[1])
+        plgpu.barrier_wait(x["weights_ready"].at[1])
+        both = pallas.loaded(x["tops"].at[1], pallas.ROWS)
+        fade = jnp.exp2(higher * self.factor - self.least(both))
+        out = out * pallas.along(fade, out.shape)
+        out = self.add_values(out, x["weights"].at[1], 1, 0)
+        self.free("late_free", 1)
+        return out, both, total * fade
+
+    def add_odd(self, piece: _Piece, i: Any, carry: Any, part: bool) -> Any:
+        """Adds a pair of blocks to the second half, and weighs the second block."""
+        (out, top, total), x = carry, self.x
+        scores = self.scores(piece, i, 1, part)
+        plgpu.barrier_wait(x["late_ready"].at[0])
+        plgpu.barrier_wait(x["weights_ready"].at[0])
+        first = pallas.loaded(x["tops"].at[0], pallas.ROWS)
+        higher = jnp.maximum(first, scores.max(axis=1))
+        weights, again = self.weigh(scores, first, higher)
+        x["tops"].at[1][...] = higher
+        self.put(weights, 1)
+        fade = jnp.exp2(top * self.factor - self.least(first))
+        total = total * (fade * again) + weights.sum(axis=1)
+        out = out * pallas.along(fade, out.shape)
+        out = self.add_values(out, x["weights"].at[0], 0, 1)
+        self.free("late_free", 0)
+        out = out * pallas.along(again, out.shape)
+        out = self.add_values(out, weights.astype(x["tiles"].dtype), 1, 1)
+        self.free("early_free", 1)
+        return out, higher, total
+
     def scores(self, piece: _Piece, i: Any, w: int, part: bool) -> Array:
         """Returns the scores of a warpgroup's block of a pair, before the scale."""
         x, tile = self.x, self.x["tiles"]
 
         def scored(scores: Any) -> Any:
-            plgpu.barrier_wait(x["early_ready"].at[w])
-            keys = tile.at[w, w].transpose((1, 0))
-            plgpu.wgmma(scores, x["q_tiles"].at[w], keys)
-            plgpu.barrier_wait(x["late_ready"].at[w])
-            keys = tile.at[w, 1 - w].transpose((1, 0))
-            plgpu.wgmma(scores, x["q_tiles"].at[1 - w], keys)
-            if self.p.r:
-                keys = x["rope_tiles"].at[w].transpose((1, 0))
-                plgpu.wgmma(scores, x["q_rope_tile"], keys)
+            for name in (name for name, which in self.order if which == w):
+                plgpu.barrier_wait(x[f"{name}_ready"].at[w])
+                half = w if name == "early" else 1 - w
+                keys = tile.at[w, half].transpose((1, 0))
+                plgpu.wgmma(scores, x["q_tiles"].at[half], keys)
+                if self.p.r and name == "late":
+                    keys = x["rope_tiles"].at[w].transpose((1, 0))
+                    plgpu.wgmma(scores, x["q_rope_tile"], keys)
             return scores[...]
 
         scores = pl.run_scoped(scored, plgpu.ACC((ROWS, KEYS), jnp.float32))

@@ -146,12 +146,12 @@ def arrays(shape: tuple[int, ...], given: dict[str, Any], dtype: Any = BF16) -> 
     return own, plain, given
 
 
-def simulated(name: str) -> float:
+def simulated(name: str, **how: Any) -> float:
     """The relative error of the result."""
     shape, programs, given = SIMULATED[name]
     own, plain, more = arrays(shape, given)
     with simulator.simulated_decode():
-        out = decode.attend(config=Programs(programs), **own, **more)
+        out = decode.attend(config=Programs(programs, **how), **own, **more)
     return error(out, exact(*plain.values(), **more))
 
 
@@ -159,6 +159,11 @@ def simulated(name: str) -> float:
 def test_its_code_run_by_threads(name: str) -> None:
     """Numbers, memory that is handed on, and barriers, with no GPU."""
     assert simulated(name) <= LIMITS["bfloat16"]
+
+
+@pytest.mark.parametrize("name", slow.first(4, SIMULATED))
+def test_its_code_run_by_threads_in_order(name: str) -> None:
+    assert simulated(name, in_order=True, ahead=1) <= LIMITS["bfloat16"]
 
 
 @pytest.mark.parametrize(
