@@ -157,14 +157,16 @@ def measured(
             got = np.asarray(got[SAMPLE], np.float64)
             error = np.linalg.norm(got - want) / np.linalg.norm(want)
             keys = int(lengths.sum())
-            tfs = 2 * keys * HEADS * (2 * WIDE + ROTARY) / t.median / 1e12
-            tbs = 2 * keys * (WIDE + ROTARY) / t.median / 1e12
+            tfs = 2 * keys * HEADS * (2 * WIDE + ROTARY) / t.median
+            tbs = 2 * keys * (WIDE + ROTARY) / t.median
             rows.append({
                 "case": name, "lengths": kind, "by": by,
                 "us": round(t.median * 1e6, 1),
                 "sigma_percent": round(100 * t.sigma / t.median, 1),
-                "tf_per_s": round(tfs, 1), "share_of_tf": round(1e12 * tfs / on.flops, 3),
-                "tb_per_s": round(tbs, 3), "share_of_tb": round(1e12 * tbs / on.bandwidth, 3),
+                "tf_per_s": round(tfs / 1e12, 1),
+                "share_of_tf": round(tfs / on.flops, 3),
+                "tb_per_s": round(tbs / 1e12, 3),
+                "share_of_tb": round(tbs / on.bandwidth, 3),
                 "error": float(f"{error:.1e}"), "method": t.method,
             })  # fmt: skip
     return rows
