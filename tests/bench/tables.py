@@ -94,12 +94,12 @@ def gains() -> str:
             _or_failed(new), f"{row['faster']:.1f}×", size_text(old["bytes"]),
             size_text(new["bytes"]),
         ))  # fmt: skip
-    data = json.loads(record.named("models_h100").read_text())
+    data = json.loads(record.named("models_h200").read_text())
     on = f"{data['device']}, jax {data['jax']}"
     notes.setdefault(on, []).append(f"`{data['command']}`")
     row = next(r for r in data["results"] if r["pass"] == "step")
     what = f"flax {row['model']}, training step"
-    rows.append(("H100", what, *_model_figures(row)))
+    rows.append(("H200", what, *_model_figures(row)))
     head = ("on", "program", "original", "rewritten", "gain", "memory", "after")
     told_by = " ".join(f"On {on}: {', '.join(c)}." for on, c in notes.items())
     return f"{_table(head, rows)}\n\nThese commands measure them. {told_by}"
@@ -114,7 +114,7 @@ def _model_figures(row: dict) -> tuple[str, ...]:
 
 def models() -> str:
     """One row per public model and pass, and what takes the rewritten step's time."""
-    data = json.loads(record.named("models_h100").read_text())
+    data = json.loads(record.named("models_h200").read_text())
     rows, profiles = [], []
     for row in data["results"]:
         old, new = row["written"], row["rewritten"]
