@@ -56,7 +56,8 @@ class BodyPass:
 
     Attributes:
         kind: The record of what it changes, which has its name.
-        change: ``change(body, device)`` gives the body after it, and the changes.
+        change: ``change(body, device)`` gives the body after it, and the changes. The
+            first line of its docstring says what the pass does.
         platforms: Where it is measured to be faster; empty for everywhere.
     """
 

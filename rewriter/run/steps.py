@@ -269,4 +269,5 @@ def beside_sites(
         changes = (*program.changes, *found)
         return replace(program, closed_jaxpr=closed_jaxpr, changes=changes)
 
+    run.__doc__ = change.change.__doc__
     return Pass(change.kind.by, run, when, optional=True, alone=alone)

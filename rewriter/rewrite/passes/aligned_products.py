@@ -82,7 +82,7 @@ class Aligned(Change):
 
 
 def _changed(body: Any, device: Device) -> Changed:
-    """A body whose large products are aligned, and those that were padded."""
+    """Pads matrix products for whose sizes a GPU has no fast kernel."""
     known = device.flops and device.bandwidth
     if not known or not any(map(_is_of_matrices, body.eqns)):
         return body, ()

@@ -55,7 +55,7 @@ class Shortened(Change):
 
 
 def _changed(body: Any, _: Device) -> Changed:
-    """A body with shorter `erfc` of 16-bit numbers, and where they are."""
+    """Computes functions of 16-bit numbers by fewer operations."""
     chosen = [eqn for eqn in body.eqns if _is_chosen(eqn)]
     if not chosen:
         return body, ()

@@ -92,7 +92,7 @@ class Stacks(Change):
 
 
 def _changed(body: Any, device: Device) -> Changed:
-    """A body whose loops stack as little as possible, and the changes."""
+    """Computes cheap values again instead of stacking them for gradients."""
     loops = loops_in(body)
     for pair in _pairs(body, loops) if len(loops) > 1 else ():
         cut = _cut(pair)

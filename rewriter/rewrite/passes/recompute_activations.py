@@ -268,7 +268,7 @@ def _again(late: _Late, region: _Region) -> _Again | None:
 
 
 def _changed(body: Any, _: Device) -> Changed:
-    """A body whose late readers read values that are computed again, and which."""
+    """Computes activations again instead of saving what their gradients read."""
     if not any(map(_is_expensive, body.eqns)):
         return body, ()
     late, found = _Late.of(Equations(body)), list[Recomputed]()
