@@ -117,8 +117,8 @@ def blocks_ahead(stages: int) -> int:
     They fill memory that the tile before has read already, while its last blocks are
     computed. Resident arrays replace those that this tile reads to the end. With these
     the forward took 0.90 to 1.00 of its time
-    (``tests/bench/results/attention_ahead.json``). With one more of four it took longer:
-    a warpgroup that is done then waits for the slowest one.
+    (``tests/bench/results/attention_ahead.json``). With one more of four it took
+    longer: a warpgroup that is done then waits for the slowest one.
 
     Example:
         >>> [blocks_ahead(stages) for stages in (2, 3, 4)]
