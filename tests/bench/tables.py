@@ -709,8 +709,22 @@ def structure() -> str:
     return "\n".join(lines)
 
 
+def running() -> str:
+    """The files of the engine that run for one attention, by folder."""
+    data = json.loads(record.named("structure").read_text())
+    folders: dict[str, list[str]] = {}
+    for path in data["now"]["running"]:
+        folder, _, name = path.rpartition("/")
+        folders.setdefault(folder or "rewriter", []).append(name)
+    lines = ["| folder | files | their names |", "| --- | --- | --- |"]
+    for folder, names in folders.items():
+        lines.append(f"| `{folder}` | {len(names)} | {', '.join(names)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "structure": structure,
+    "running": running,
     "first_example": first_example,
     "gains": gains,
     "options": options,

@@ -277,7 +277,9 @@ class LoopForms(ReturningLoops):
             inner = self.poly(loop.after[k], args[1:], mode)
         except NeedSplit as need:
             if need.index == loop.index:
-                raise OverBudget("a loop over pieces") from None
+                raise OverBudget(
+                    "a loop runs over an array that is joined from several"
+                ) from None
             raise
         return self.alg.subst(inner, {loop.index: args[0]})
 
