@@ -1,0 +1,380 @@
+"""Proves that exponents are shifted by the maximum of their own row.
+
+A softmax is ``exp(x - m)`` over its sum. In real numbers any ``m`` does. In floats the
+exponentials overflow where ``m`` is too small, and all vanish where it is too large.
+Neither happens if two things hold:
+
+- ``m`` is not below any ``x`` that is shifted by it;
+- ``m`` is one of the ``x`` that the row's sum counts.
+
+Both are read off the equations of ``m``: maxima over axes, maxima of two values, and
+the largest score so far in a loop over blocks of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rewriter.algebra.canonicalize import NeedSplit, is_local, pieces
+from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, Index, Poly
+from rewriter.patterns.attention.softmax import Softmax
+from rewriter.program.counted_loops import LOOPS
+from rewriter.program.graph import Node
+from rewriter.program.skipped_steps import branch_results
+
+FAR = 1e4
+"""A fill below minus this is taken to be smaller than all scores."""
+
+DEPTH = 24
+ORDERS = 24
+SAME = frozenset({"stop_gradient", "copy", "convert_element_type", "reduce_precision"})
+MAXIMA = SAME | {"reduce_max", "max", "cond", "select_n"} | LOOPS
+
+
+@dataclass(frozen=True)
+class Member:
+    """A value at all positions of some indices.
+
+    Attributes:
+        form: The value.
+        over: The indices.
+    """
+
+    form: Poly
+    over: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Largest:
+    """What is known of a value that is made of maxima.
+
+    Attributes:
+        above: It is not below any of these.
+        among: It is one of these.
+    """
+
+    above: tuple[Member, ...]
+    among: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """What an exponent shifts, and the maximum that it subtracts.
+
+    Attributes:
+        base: The exponent without what is subtracted.
+        among: What the maximum is one of.
+    """
+
+    base: Poly
+    among: tuple[Member, ...] = ()
+
+
+def shifted_by_maximum(softmax: Softmax, form: Poly) -> Shifted | None:
+    """Takes an exponent apart that subtracts a number not below what is left.
+
+    Returns:
+        None if it subtracts nothing, or something that may be smaller.
+    """
+    alg = softmax.alg
+    for shift in _shifts(softmax, form):
+        base = alg.add(form, shift)
+        if _is_sink(softmax, base):
+            return Shifted(base)
+        found = _largest(softmax, shift)
+        among = _beside(softmax, shift, base)
+        if among is None and not any(
+            _equal(alg, m.form, base, m.over) for m in found.above
+        ):
+            continue
+        among = found.among if among is None else among
+        rest = shifted_by_maximum(softmax, base)  # it may be subtracted twice
+        if rest is None:
+            return Shifted(base, among)
+        more = alg.difference(rest.base, base)
+        among = tuple(Member(alg.add(m.form, more), m.over) for m in among)
+        return Shifted(rest.base, among + rest.among)
+    return None
+
+
+def is_reached(softmax: Softmax, member: Member, bases: Iterable[Poly]) -> bool:
+    """Whether a row's sum counts what a maximum may be.
+
+    Args:
+        softmax: The softmax.
+        member: What the maximum may be.
+        bases: What is exponentiated, without what is subtracted.
+    """
+    alg, form = softmax.alg, member.form
+    constant = alg.as_constant(form)
+    if constant is not None and constant <= -FAR:
+        return True
+    free = alg.ids(form) - softmax.ev.outer
+    return _is_sink(softmax, form) or any(
+        _equal(alg, form, b, free) or not alg.difference(form, alg.log(total))
+        for b, total in ((b, _summed(softmax, b)) for b in bases)
+    )
+
+
+# -------------------------------------------------------------- what is subtracted
+def _shifts(softmax: Softmax, form: Poly) -> Iterator[Poly]:
+    """What may be subtracted in an exponent: each maximum or logarithm in it."""
+    alg = softmax.alg
+    for (flag, mono), c in form.items():
+        if c >= 0 or not mono:
+            continue
+        own = {(flag, mono): -c}
+        inner = [a for a, e in mono if e == 1 and alg.kind(a) == "relu"]
+        if inner and len(mono) == 1 and flag == TRUE:  # max(a, b) = b + relu(a - b)
+            terms = alg.thaw(alg.defs[inner[0]][1]).items()
+            below = {t: x * c for t, x in terms if x < 0}
+            if any(_maximum_in(softmax, {t: 1.0}) for t, _ in terms):
+                yield alg.add(own, below)
+        elif any(alg.kind(a) == "log" for a, _ in mono) or _maximum_in(softmax, own):
+            yield own
+
+
+def _maximum_in(softmax: Softmax, form: Poly) -> bool:
+    """Whether a form has a factor that is made of maxima of scores."""
+    alg = softmax.alg
+    return any(
+        _is_made_of_maxima(softmax, a) or alg.kind(a) == "relu"
+        for _, mono in form
+        for a, e in mono
+        if e == 1
+    )
+
+
+def _is_made_of_maxima(softmax: Softmax, atom: int) -> bool:
+    """Whether a leaf is a maximum that is computed from the scores."""
+    alg, ev = softmax.alg, softmax.ev
+    if alg.kind(atom) != "leaf":
+        return False
+    value = alg.defs[atom][1]
+    if not isinstance(value, int) or ev.is_side(value):
+        return False
+    node = ev.g.node_of(value)
+    return value in ev.loops.carries if node is None else node.prim in MAXIMA
+
+
+# ------------------------------------------------------------------ what maxima are of
+def _largest(
+    softmax: Softmax, form: Poly, seen: frozenset[int] = frozenset()
+) -> Largest:
+    """What is known of a form: of its maximum, or of itself if it has none."""
+    alg = softmax.alg
+    for (flag, mono), c in form.items():
+        if flag != TRUE or c <= 0 or len(seen) > DEPTH:
+            continue
+        if c == 1 and len(mono) == 1 and alg.kind(mono[0][0]) == "relu":
+            rest = alg.add(form, {(flag, mono): c}, -1.0)
+            other = alg.add(rest, alg.thaw(alg.defs[mono[0][0]][1]))
+            either = (_largest(softmax, p, seen) for p in (rest, other))
+            return _named(form, _both(*either))
+        for atom, e in mono if len(form) == 1 else ():
+            others = {(TRUE, tuple(f for f in mono if f[0] != atom)): c}
+            if e == 1 and _is_made_of_maxima(softmax, atom) and alg.positive(others):
+                return _times(alg, _of_leaf(softmax, atom, seen), others)
+    itself = (Member(form),)
+    return Largest(itself, itself)
+
+
+def _times(alg: Algebra, found: Largest, factor: Poly) -> Largest:
+    """A value times a positive factor."""
+    times = lambda m: Member(alg.mul(m.form, factor), m.over)
+    return Largest(*(tuple(map(times, x)) for x in _parts(found)))
+
+
+def _parts(found: Largest) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
+    return found.above, found.among
+
+
+def _both(a: Largest, b: Largest) -> Largest:
+    """The larger of two values."""
+    return Largest(a.above + b.above, a.among + b.among)
+
+
+def _named(form: Poly, found: Largest) -> Largest:
+    """The same, and that a value is not below itself."""
+    return Largest((Member(form), *found.above), found.among)
+
+
+def _either(a: Largest, b: Largest) -> Largest:
+    """One of two values."""
+    common = tuple(m for m in a.above if m in b.above)
+    return Largest(common, a.among + b.among)
+
+
+def _of_leaf(softmax: Softmax, atom: int, seen: frozenset[int]) -> Largest:
+    """What is known of a value that is made of maxima."""
+    ev, alg = softmax.ev, softmax.alg
+    _, value, args = alg.defs[atom]
+    own = args[: len(ev.g.shape(value))]
+    itself = alg.of_atom(atom)
+    if atom in seen:
+        return _named(itself, Largest((), ()))
+    seen |= {atom}
+    node = ev.g.node_of(value)
+    go_on = lambda v: _largest(softmax, ev.poly(v, ev.aligned(v, own)), seen)
+    if node is None:
+        loop, k = ev.loops.carries[value]
+        found = _either(go_on(loop.first[k]), go_on(loop.after[k]))
+    elif node.prim in SAME:
+        found = go_on(node.ins[0])
+    elif node.prim == "reduce_max":
+        found = _of_axes(softmax, atom, seen)
+    elif node.prim == "max":
+        found = _both(*map(go_on, node.ins))
+    elif node.prim in ("cond", "select_n"):
+        arms = node.ins[1:]
+        if node.prim == "cond":
+            arms = branch_results(ev.g, node, value)
+        found = go_on(arms[0])
+        for arm in arms[1:]:
+            found = _either(found, go_on(arm))
+    else:
+        return _named(itself, Largest((), (Member(itself),)))
+    return _named(itself, found)
+
+
+def _of_axes(softmax: Softmax, atom: int, seen: frozenset[int]) -> Largest:
+    """What is known of the maximum over some axes."""
+    ev, alg = softmax.ev, softmax.alg
+    _, value, args = alg.defs[atom]
+    node = ev.g.node_of(value)
+    at, bound = ev.before_reduction(node, args[: len(ev.g.shape(value))])
+
+    def of(at: tuple[Index, ...], over: frozenset[int]) -> Largest:
+        try:
+            found = _largest(softmax, ev.poly(node.ins[0], at), seen)
+        except NeedSplit as need:
+            if need.index not in over:
+                raise
+            each = (
+                of(ev.cut(at, {need.index: i}), over - {need.index} | {piece} - {None})
+                for piece, i in pieces(alg, need)
+            )
+            return functools.reduce(_both, each)
+        wider = lambda m: Member(m.form, m.over | over)
+        return Largest(*(tuple(map(wider, x)) for x in _parts(found)))
+
+    return of(at, frozenset(bound))
+
+
+# ------------------------------------------------------------------------- equality
+def _equal(alg: Algebra, a: Poly, b: Poly, free: Iterable[int]) -> bool:
+    """Whether two forms are one, if some indices of the first are renamed."""
+    ours, theirs = alg.ids(a), alg.ids(b)
+    old, new = sorted((ours & set(free)) - theirs), sorted(theirs - ours)
+    for order in itertools.islice(itertools.permutations(new), ORDERS):
+        to = dict(zip(old, order, strict=False))
+        alike = len(old) == len(new) and all(
+            alg.sizes[i] == alg.sizes[j] for i, j in to.items()
+        )
+        if alike and not alg.difference(alg.subst(a, to) if to else a, b):
+            return True
+    return False
+
+
+def distinct(softmax: Softmax, forms: Iterable[Poly]) -> list[Poly]:
+    """Forms without those that differ in the name of the key alone."""
+    alg, found = softmax.alg, []
+    for form in forms:
+        free = alg.ids(form) - softmax.ev.outer
+        if not any(_equal(alg, form, other, free) for other in found):
+            found.append(form)
+    return found
+
+
+def _is_sink(softmax: Softmax, form: Poly) -> bool:
+    """Whether the exponential of a form is added to the sum of weights."""
+    terms = softmax.alg.exp(form).items() if softmax.parts.sink else ()
+    return any(_is_sink_term(softmax, t, c) for t, c in terms)
+
+
+def _is_sink_term(softmax: Softmax, term: Any, c: float) -> bool:
+    sink = softmax.parts.sink
+    return bool(sink) and term in sink and abs(sink[term] - c) <= 1e-6 * abs(c)
+
+
+def _beside(softmax: Softmax, shift: Poly, base: Poly) -> tuple[Member, ...] | None:
+    """What else is in a shift that is the logarithm of a sum with a base in it.
+
+    Returns:
+        None if it is no such logarithm.
+    """
+    alg = softmax.alg
+    if len(shift) != 1:
+        return None
+    (((flag, mono), c),) = shift.items()
+    if flag != TRUE or c != 1 or len(mono) != 1 or alg.kind(mono[0][0]) != "log":
+        return None
+    inner, own = alg.thaw(alg.defs[mono[0][0]][1]), _summed(softmax, base)
+    if not all(inner.get(t) == c > 0 for t, c in own.items()):
+        return None
+    rest = [{t: c} for t, c in inner.items() if t not in own]
+    return tuple(Member(alg.log(term)) for term in rest)
+
+
+def _summed(softmax: Softmax, base: Poly) -> Poly:
+    """The sum over the keys of the exponentials of a base."""
+    alg = softmax.alg
+    return alg.sum_over(alg.exp(base), alg.ids(base) - softmax.ev.outer)
+
+
+# ---------------------------------------------------------------------- hidden keys
+def hides_keys(softmax: Softmax, exponential: int) -> bool:
+    """Whether keys are hidden between an exponential and the sum of weights.
+
+    Then the maximum may be that of a key that the row does not see.
+
+    Args:
+        softmax: The softmax.
+        exponential: The exponential.
+    """
+    ev, products = softmax.ev, {n.outs[0] for n, _ in softmax.products}
+    read = {value for value, _, _ in ev.memo}
+    queue: list[tuple[int, bool]] = [(exponential, False)]
+    seen = set(queue)
+    while queue:
+        value, hidden = queue.pop()
+        for node in ev.g.users(value):
+            after = [v for v in node.outs if v in read and v not in products]
+            if after and hidden and _adds_up(node):
+                return True
+            for v in after if not _adds_up(node) else ():
+                one = (v, hidden or _hides(softmax, value, v))
+                if one not in seen:
+                    seen.add(one)
+                    queue.append(one)
+    return False
+
+
+def _adds_up(node: Node) -> bool:
+    """Whether an equation adds up numbers along an axis."""
+    sums = node.prim == "dot_general" and not is_local(node)
+    return sums or node.prim == "reduce_sum"
+
+
+def _hides(softmax: Softmax, before: int, after: int) -> bool:
+    """Whether an equation makes numbers of some keys zero."""
+    alg, memo = softmax.alg, softmax.ev.memo
+    for (value, args, mode), form in memo.items():
+        old = memo.get((before, args, mode)) if value == after else None
+        if not isinstance(old, dict) or not isinstance(form, dict):
+            continue
+        was, now = _shown(alg, old), _shown(alg, form)
+        if not alg.implies(was, now):
+            new = [a for a in alg.bools[now][0] if a not in alg.bools[was][0]]
+            ids = alg.ids(alg.of_bool(alg.project(now, new)))
+            return not new or not ids <= softmax.ev.outer  # else of whole rows
+    return False
+
+
+def _shown(alg: Algebra, form: Poly) -> int:
+    """Where a form is not zero."""
+    return functools.reduce(alg.either, (flag for flag, _ in form), FALSE)
