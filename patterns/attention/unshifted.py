@@ -11,15 +11,16 @@ from rewriter.algebra.normal_form import FALSE, TRUE, Monomial, Poly
 from rewriter.find.reading import Refused
 from rewriter.patterns.attention.exponents import all_exponents_of
 from rewriter.patterns.attention.rows import MODERATE
-from rewriter.patterns.attention.shifts import (
-    FAR,
+from rewriter.patterns.attention.softmax import Softmax
+from rewriter.patterns.hidden_keys import hides_keys
+from rewriter.patterns.shifts import (
     Member,
+    Row,
     distinct,
-    hides_keys,
     is_reached,
     shifted_by_maximum,
+    vanishes,
 )
-from rewriter.patterns.attention.softmax import Softmax
 from rewriter.support.assumptions import FINITE
 
 BOUNDED = 80.0
@@ -43,23 +44,25 @@ def read_unshifted(softmax: Softmax) -> str | None:
     """
     if FINITE in softmax.find.assumed:
         return None
+    row = Row(softmax.ev, softmax.parts.sink)
+    products = {n.outs[0] for n, _ in softmax.products}
     plain: set[str] = set()
     bases: list[Poly] = []
     among: list[Member] = []
     for value, forms in all_exponents_of(softmax):
-        if _vanishes(softmax, value):
+        if vanishes(softmax.ev, softmax.ev.g.node_of(value)):
             continue
-        found = [shifted_by_maximum(softmax, p) for p in distinct(softmax, forms)]
+        found = [shifted_by_maximum(row, p) for p in distinct(row, forms)]
         if all(found):
             bases += [x.base for x in found]
             among += [m for x in found for m in x.among]
-            if not _is_bounded(softmax, 2) and hides_keys(softmax, value):
+            if not _is_bounded(softmax, 2) and hides_keys(softmax.ev, value, products):
                 raise _refused(VANISH)
         elif all(_is_unshifted(softmax, p) for p in forms):
             plain.add(str(softmax.ev.g.dtype(value)))
         else:
             raise _refused(OTHER)
-    if not all(is_reached(softmax, m, bases) for m in among):
+    if not all(is_reached(row, m, bases) for m in among):
         raise _refused(VANISH)
     if not plain or _is_bounded(softmax):
         return None
@@ -72,14 +75,6 @@ def read_unshifted(softmax: Softmax) -> str | None:
             "some exponentials are taken without their maximum, and may overflow"
         )
     return plain.pop()
-
-
-def _vanishes(softmax: Softmax, value: int) -> bool:
-    """Whether an exponential is one of a fill, as before the first block of keys."""
-    ev = softmax.ev
-    node = ev.g.node_of(ev.g.node_of(value).ins[0])
-    first = None if node is None or node.prim != "sub" else ev.number(node.ins[0])
-    return first is not None and first <= -FAR
 
 
 def _refused(text: str) -> Refused:

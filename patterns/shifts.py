@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rewriter.algebra.canonicalize import NeedSplit, is_local, pieces
-from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, Index, Poly
-from rewriter.patterns.attention.softmax import Softmax
+from rewriter.algebra.canonicalize import Evaluator, NeedSplit, pieces
+from rewriter.algebra.normal_form import TRUE, Algebra, Index, Poly
 from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Node
 from rewriter.program.skipped_steps import branch_results
@@ -32,7 +31,25 @@ FAR = 1e4
 DEPTH = 24
 ORDERS = 24
 SAME = frozenset({"stop_gradient", "copy", "convert_element_type", "reduce_precision"})
-MAXIMA = SAME | {"reduce_max", "max", "cond", "select_n"} | LOOPS
+MAXIMA = SAME | {"reduce_max", "max", "pmax", "cond", "select_n"} | LOOPS
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """The rows whose exponentials are added up.
+
+    Attributes:
+        ev: What made the forms; it knows the indices of rows.
+        sink: What is added to the sum besides.
+    """
+
+    ev: Evaluator
+    sink: Poly = field(default_factory=dict)
+
+    @property
+    def alg(self) -> Algebra:
+        """Where the forms are."""
+        return self.ev.alg
 
 
 @dataclass(frozen=True)
@@ -74,25 +91,23 @@ class Shifted:
     among: tuple[Member, ...] = ()
 
 
-def shifted_by_maximum(softmax: Softmax, form: Poly) -> Shifted | None:
+def shifted_by_maximum(row: Row, form: Poly) -> Shifted | None:
     """Takes an exponent apart that subtracts a number not below what is left.
 
     Returns:
         None if it subtracts nothing, or something that may be smaller.
     """
-    alg = softmax.alg
-    for shift in _shifts(softmax, form):
+    alg = row.alg
+    for shift in _shifts(row, form):
         base = alg.add(form, shift)
-        if _is_sink(softmax, base):
+        if _is_sink(row, base):
             return Shifted(base)
-        found = _largest(softmax, shift)
-        among = _beside(softmax, shift, base)
-        if among is None and not any(
-            _equal(alg, m.form, base, m.over) for m in found.above
-        ):
+        found = _largest(row, shift)
+        among = _beside(row, shift, base)
+        if among is None and not any(_covers(alg, m, base) for m in found.above):
             continue
         among = found.among if among is None else among
-        rest = shifted_by_maximum(softmax, base)  # it may be subtracted twice
+        rest = shifted_by_maximum(row, base)  # it may be subtracted twice
         if rest is None:
             return Shifted(base, among)
         more = alg.difference(rest.base, base)
@@ -101,29 +116,40 @@ def shifted_by_maximum(softmax: Softmax, form: Poly) -> Shifted | None:
     return None
 
 
-def is_reached(softmax: Softmax, member: Member, bases: Iterable[Poly]) -> bool:
+def is_reached(row: Row, member: Member, bases: Iterable[Poly]) -> bool:
     """Whether a row's sum counts what a maximum may be.
 
     Args:
-        softmax: The softmax.
+        row: The row.
         member: What the maximum may be.
         bases: What is exponentiated, without what is subtracted.
     """
-    alg, form = softmax.alg, member.form
+    alg, form = row.alg, member.form
     constant = alg.as_constant(form)
     if constant is not None and constant <= -FAR:
         return True
-    free = alg.ids(form) - softmax.ev.outer
-    return _is_sink(softmax, form) or any(
-        _equal(alg, form, b, free) or not alg.difference(form, alg.log(total))
-        for b, total in ((b, _summed(softmax, b)) for b in bases)
-    )
+    rows, outer = alg.ids(form) & row.ev.outer, row.ev.outer
+    for base in bases:  # not those of another row
+        if alg.ids(base) & outer == rows and _equal(
+            alg, form, base, alg.ids(form) - outer
+        ):
+            return True
+        if not alg.difference(form, alg.log(_summed(row, base))):
+            return True
+    return _is_sink(row, form)
+
+
+def vanishes(ev: Evaluator, exponential: Node) -> bool:
+    """Whether an exponential is one of a fill, as before the first block of keys."""
+    node = ev.g.node_of(exponential.ins[0])
+    first = None if node is None or node.prim != "sub" else ev.number(node.ins[0])
+    return first is not None and first <= -FAR
 
 
 # -------------------------------------------------------------- what is subtracted
-def _shifts(softmax: Softmax, form: Poly) -> Iterator[Poly]:
+def _shifts(row: Row, form: Poly) -> Iterator[Poly]:
     """What may be subtracted in an exponent: each maximum or logarithm in it."""
-    alg = softmax.alg
+    alg = row.alg
     for (flag, mono), c in form.items():
         if c >= 0 or not mono:
             continue
@@ -132,26 +158,26 @@ def _shifts(softmax: Softmax, form: Poly) -> Iterator[Poly]:
         if inner and len(mono) == 1 and flag == TRUE:  # max(a, b) = b + relu(a - b)
             terms = alg.thaw(alg.defs[inner[0]][1]).items()
             below = {t: x * c for t, x in terms if x < 0}
-            if any(_maximum_in(softmax, {t: 1.0}) for t, _ in terms):
+            if any(_maximum_in(row, {t: 1.0}) for t, _ in terms):
                 yield alg.add(own, below)
-        elif any(alg.kind(a) == "log" for a, _ in mono) or _maximum_in(softmax, own):
+        elif any(alg.kind(a) == "log" for a, _ in mono) or _maximum_in(row, own):
             yield own
 
 
-def _maximum_in(softmax: Softmax, form: Poly) -> bool:
+def _maximum_in(row: Row, form: Poly) -> bool:
     """Whether a form has a factor that is made of maxima of scores."""
-    alg = softmax.alg
+    alg = row.alg
     return any(
-        _is_made_of_maxima(softmax, a) or alg.kind(a) == "relu"
+        _is_made_of_maxima(row, a) or alg.kind(a) == "relu"
         for _, mono in form
         for a, e in mono
         if e == 1
     )
 
 
-def _is_made_of_maxima(softmax: Softmax, atom: int) -> bool:
+def _is_made_of_maxima(row: Row, atom: int) -> bool:
     """Whether a leaf is a maximum that is computed from the scores."""
-    alg, ev = softmax.alg, softmax.ev
+    alg, ev = row.alg, row.ev
     if alg.kind(atom) != "leaf":
         return False
     value = alg.defs[atom][1]
@@ -162,23 +188,21 @@ def _is_made_of_maxima(softmax: Softmax, atom: int) -> bool:
 
 
 # ------------------------------------------------------------------ what maxima are of
-def _largest(
-    softmax: Softmax, form: Poly, seen: frozenset[int] = frozenset()
-) -> Largest:
+def _largest(row: Row, form: Poly, seen: frozenset[int] = frozenset()) -> Largest:
     """What is known of a form: of its maximum, or of itself if it has none."""
-    alg = softmax.alg
+    alg = row.alg
     for (flag, mono), c in form.items():
         if flag != TRUE or c <= 0 or len(seen) > DEPTH:
             continue
         if c == 1 and len(mono) == 1 and alg.kind(mono[0][0]) == "relu":
             rest = alg.add(form, {(flag, mono): c}, -1.0)
             other = alg.add(rest, alg.thaw(alg.defs[mono[0][0]][1]))
-            either = (_largest(softmax, p, seen) for p in (rest, other))
+            either = (_largest(row, p, seen) for p in (rest, other))
             return _named(form, _both(*either))
         for atom, e in mono if len(form) == 1 else ():
             others = {(TRUE, tuple(f for f in mono if f[0] != atom)): c}
-            if e == 1 and _is_made_of_maxima(softmax, atom) and alg.positive(others):
-                return _times(alg, _of_leaf(softmax, atom, seen), others)
+            if e == 1 and _is_made_of_maxima(row, atom) and alg.positive(others):
+                return _times(alg, _of_leaf(row, atom, seen), others)
     itself = (Member(form),)
     return Largest(itself, itself)
 
@@ -209,9 +233,9 @@ def _either(a: Largest, b: Largest) -> Largest:
     return Largest(common, a.among + b.among)
 
 
-def _of_leaf(softmax: Softmax, atom: int, seen: frozenset[int]) -> Largest:
+def _of_leaf(row: Row, atom: int, seen: frozenset[int]) -> Largest:
     """What is known of a value that is made of maxima."""
-    ev, alg = softmax.ev, softmax.alg
+    ev, alg = row.ev, row.alg
     _, value, args = alg.defs[atom]
     own = args[: len(ev.g.shape(value))]
     itself = alg.of_atom(atom)
@@ -219,14 +243,14 @@ def _of_leaf(softmax: Softmax, atom: int, seen: frozenset[int]) -> Largest:
         return _named(itself, Largest((), ()))
     seen |= {atom}
     node = ev.g.node_of(value)
-    go_on = lambda v: _largest(softmax, ev.poly(v, ev.aligned(v, own)), seen)
+    go_on = lambda v: _largest(row, ev.poly(v, ev.aligned(v, own)), seen)
     if node is None:
         loop, k = ev.loops.carries[value]
         found = _either(go_on(loop.first[k]), go_on(loop.after[k]))
-    elif node.prim in SAME:
-        found = go_on(node.ins[0])
+    elif node.prim in SAME or node.prim == "pmax":
+        found = go_on(node.ins[node.outs.index(value)])  # of equal parts of all devices
     elif node.prim == "reduce_max":
-        found = _of_axes(softmax, atom, seen)
+        found = _of_axes(row, atom, seen)
     elif node.prim == "max":
         found = _both(*map(go_on, node.ins))
     elif node.prim in ("cond", "select_n"):
@@ -241,16 +265,16 @@ def _of_leaf(softmax: Softmax, atom: int, seen: frozenset[int]) -> Largest:
     return _named(itself, found)
 
 
-def _of_axes(softmax: Softmax, atom: int, seen: frozenset[int]) -> Largest:
+def _of_axes(row: Row, atom: int, seen: frozenset[int]) -> Largest:
     """What is known of the maximum over some axes."""
-    ev, alg = softmax.ev, softmax.alg
+    ev, alg = row.ev, row.alg
     _, value, args = alg.defs[atom]
     node = ev.g.node_of(value)
     at, bound = ev.before_reduction(node, args[: len(ev.g.shape(value))])
 
     def of(at: tuple[Index, ...], over: frozenset[int]) -> Largest:
         try:
-            found = _largest(softmax, ev.poly(node.ins[0], at), seen)
+            found = _largest(row, ev.poly(node.ins[0], at), seen)
         except NeedSplit as need:
             if need.index not in over:
                 raise
@@ -266,6 +290,17 @@ def _of_axes(softmax: Softmax, atom: int, seen: frozenset[int]) -> Largest:
 
 
 # ------------------------------------------------------------------------- equality
+def _covers(alg: Algebra, member: Member, form: Poly) -> bool:
+    """Whether a form is a member at some position."""
+    over = sorted(member.over & alg.ids(member.form))
+    places = [[j for j in alg.ids(form) if alg.sizes[i] == alg.sizes[j]] for i in over]
+    return any(
+        not alg.difference(alg.subst(member.form, to) if to else member.form, form)
+        for at in itertools.islice(itertools.product(*places), ORDERS)
+        for to in [dict(zip(over, at, strict=True))]
+    )
+
+
 def _equal(alg: Algebra, a: Poly, b: Poly, free: Iterable[int]) -> bool:
     """Whether two forms are one, if some indices of the first are renamed."""
     ours, theirs = alg.ids(a), alg.ids(b)
@@ -280,101 +315,47 @@ def _equal(alg: Algebra, a: Poly, b: Poly, free: Iterable[int]) -> bool:
     return False
 
 
-def distinct(softmax: Softmax, forms: Iterable[Poly]) -> list[Poly]:
+def distinct(row: Row, forms: Iterable[Poly]) -> list[Poly]:
     """Forms without those that differ in the name of the key alone."""
-    alg, found = softmax.alg, []
+    alg, found = row.alg, []
     for form in forms:
-        free = alg.ids(form) - softmax.ev.outer
+        free = alg.ids(form) - row.ev.outer
         if not any(_equal(alg, form, other, free) for other in found):
             found.append(form)
     return found
 
 
-def _is_sink(softmax: Softmax, form: Poly) -> bool:
+def _is_sink(row: Row, form: Poly) -> bool:
     """Whether the exponential of a form is added to the sum of weights."""
-    terms = softmax.alg.exp(form).items() if softmax.parts.sink else ()
-    return any(_is_sink_term(softmax, t, c) for t, c in terms)
+    terms = row.alg.exp(form).items() if row.sink else ()
+    return any(_is_sink_term(row, t, c) for t, c in terms)
 
 
-def _is_sink_term(softmax: Softmax, term: Any, c: float) -> bool:
-    sink = softmax.parts.sink
+def _is_sink_term(row: Row, term: Any, c: float) -> bool:
+    sink = row.sink
     return bool(sink) and term in sink and abs(sink[term] - c) <= 1e-6 * abs(c)
 
 
-def _beside(softmax: Softmax, shift: Poly, base: Poly) -> tuple[Member, ...] | None:
+def _beside(row: Row, shift: Poly, base: Poly) -> tuple[Member, ...] | None:
     """What else is in a shift that is the logarithm of a sum with a base in it.
 
     Returns:
         None if it is no such logarithm.
     """
-    alg = softmax.alg
+    alg = row.alg
     if len(shift) != 1:
         return None
     (((flag, mono), c),) = shift.items()
     if flag != TRUE or c != 1 or len(mono) != 1 or alg.kind(mono[0][0]) != "log":
         return None
-    inner, own = alg.thaw(alg.defs[mono[0][0]][1]), _summed(softmax, base)
+    inner, own = alg.thaw(alg.defs[mono[0][0]][1]), _summed(row, base)
     if not all(inner.get(t) == c > 0 for t, c in own.items()):
         return None
     rest = [{t: c} for t, c in inner.items() if t not in own]
     return tuple(Member(alg.log(term)) for term in rest)
 
 
-def _summed(softmax: Softmax, base: Poly) -> Poly:
+def _summed(row: Row, base: Poly) -> Poly:
     """The sum over the keys of the exponentials of a base."""
-    alg = softmax.alg
-    return alg.sum_over(alg.exp(base), alg.ids(base) - softmax.ev.outer)
-
-
-# ---------------------------------------------------------------------- hidden keys
-def hides_keys(softmax: Softmax, exponential: int) -> bool:
-    """Whether keys are hidden between an exponential and the sum of weights.
-
-    Then the maximum may be that of a key that the row does not see.
-
-    Args:
-        softmax: The softmax.
-        exponential: The exponential.
-    """
-    ev, products = softmax.ev, {n.outs[0] for n, _ in softmax.products}
-    read = {value for value, _, _ in ev.memo}
-    queue: list[tuple[int, bool]] = [(exponential, False)]
-    seen = set(queue)
-    while queue:
-        value, hidden = queue.pop()
-        for node in ev.g.users(value):
-            after = [v for v in node.outs if v in read and v not in products]
-            if after and hidden and _adds_up(node):
-                return True
-            for v in after if not _adds_up(node) else ():
-                one = (v, hidden or _hides(softmax, value, v))
-                if one not in seen:
-                    seen.add(one)
-                    queue.append(one)
-    return False
-
-
-def _adds_up(node: Node) -> bool:
-    """Whether an equation adds up numbers along an axis."""
-    sums = node.prim == "dot_general" and not is_local(node)
-    return sums or node.prim == "reduce_sum"
-
-
-def _hides(softmax: Softmax, before: int, after: int) -> bool:
-    """Whether an equation makes numbers of some keys zero."""
-    alg, memo = softmax.alg, softmax.ev.memo
-    for (value, args, mode), form in memo.items():
-        old = memo.get((before, args, mode)) if value == after else None
-        if not isinstance(old, dict) or not isinstance(form, dict):
-            continue
-        was, now = _shown(alg, old), _shown(alg, form)
-        if not alg.implies(was, now):
-            new = [a for a in alg.bools[now][0] if a not in alg.bools[was][0]]
-            ids = alg.ids(alg.of_bool(alg.project(now, new)))
-            return not new or not ids <= softmax.ev.outer  # else of whole rows
-    return False
-
-
-def _shown(alg: Algebra, form: Poly) -> int:
-    """Where a form is not zero."""
-    return functools.reduce(alg.either, (flag for flag, _ in form), FALSE)
+    alg = row.alg
+    return alg.sum_over(alg.exp(base), alg.ids(base) - row.ev.outer)
