@@ -19,7 +19,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rewriter.algebra.canonicalize import Evaluator, NeedSplit, pieces
+from rewriter.algebra.canonicalize import (
+    LAYOUT_PRIMITIVES,
+    Evaluator,
+    NeedSplit,
+    pieces,
+)
 from rewriter.algebra.normal_form import TRUE, Algebra, Index, Poly
 from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Node
@@ -102,11 +107,19 @@ def shifted_by_maximum(row: Row, form: Poly) -> Shifted | None:
         base = alg.add(form, shift)
         if _is_sink(row, base):
             return Shifted(base)
-        found = _largest(row, shift)
-        among = _beside(row, shift, base)
-        if among is None and not any(_covers(alg, m, base) for m in found.above):
+        try:
+            found = _largest(row, shift)
+        except NeedSplit:  # of pieces that are not taken apart
             continue
-        among = found.among if among is None else among
+        among = _beside(row, shift, base)
+        if among is None and any(_covers(alg, m, base) for m in found.above):
+            among = found.among
+        elif among is None:
+            parts = _parts_of(row, base, found.above)
+            if not parts:
+                continue
+            others = (m for m in found.among if m not in parts)
+            among = (*others, Member(base, alg.ids(base) - row.ev.outer))
         rest = shifted_by_maximum(row, base)  # it may be subtracted twice
         if rest is None:
             return Shifted(base, among)
@@ -184,6 +197,9 @@ def _is_made_of_maxima(row: Row, atom: int) -> bool:
     if not isinstance(value, int) or ev.is_side(value):
         return False
     node = ev.g.node_of(value)
+    while node is not None and node.prim in LAYOUT_PRIMITIVES:
+        value = node.ins[0]
+        node = ev.g.node_of(value)
     return value in ev.loops.carries if node is None else node.prim in MAXIMA
 
 
@@ -249,6 +265,10 @@ def _of_leaf(row: Row, atom: int, seen: frozenset[int]) -> Largest:
         found = _either(go_on(loop.first[k]), go_on(loop.after[k]))
     elif node.prim in SAME or node.prim == "pmax":
         found = go_on(node.ins[node.outs.index(value)])  # of equal parts of all devices
+    elif node.prim in LAYOUT_PRIMITIVES:
+        source, at = ev.moved(node, value, own) or (None, ())
+        form = itself if source is None else ev.poly(source, at)
+        found = _largest(row, form, seen)
     elif node.prim == "reduce_max":
         found = _of_axes(row, atom, seen)
     elif node.prim == "max":
@@ -283,10 +303,15 @@ def _of_axes(row: Row, atom: int, seen: frozenset[int]) -> Largest:
                 for piece, i in pieces(alg, need)
             )
             return functools.reduce(_both, each)
-        wider = lambda m: Member(m.form, m.over | over)
-        return Largest(*(tuple(map(wider, x)) for x in _parts(found)))
+        return _over(found, over)
 
     return of(at, frozenset(bound))
+
+
+def _over(found: Largest, over: frozenset[int]) -> Largest:
+    """The maximum of a value over some indices."""
+    wider = lambda m: Member(m.form, m.over | over)
+    return Largest(*(tuple(map(wider, x)) for x in _parts(found)))
 
 
 # ------------------------------------------------------------------------- equality
@@ -299,6 +324,29 @@ def _covers(alg: Algebra, member: Member, form: Poly) -> bool:
         for at in itertools.islice(itertools.product(*places), ORDERS)
         for to in [dict(zip(over, at, strict=True))]
     )
+
+
+def _parts_of(row: Row, form: Poly, members: Iterable[Member]) -> list[Member]:
+    """Members that together are a form at all of its keys: slices, or a reshape."""
+    alg, members = row.alg, list(members)
+    for key in alg.ids(form) - row.ev.outer:
+        found, start = [], 0
+        for _ in members:
+            for m in members:
+                for i in m.over & alg.ids(m.form):
+                    place = alg.affine(i, 1, start)
+                    if not alg.difference(alg.subst(form, {key: place}), m.form):
+                        found.append(m)
+                        start += alg.sizes[i]
+            if start == alg.sizes[key]:
+                return found
+        for m in members:
+            for a, b in itertools.permutations(m.over & alg.ids(m.form), 2):
+                if alg.sizes[a] * alg.sizes[b] == alg.sizes[key]:
+                    place = alg.cat(a, b, alg.sizes[b])
+                    if not alg.difference(alg.subst(form, {key: place}), m.form):
+                        return [m]
+    return []
 
 
 def _equal(alg: Algebra, a: Poly, b: Poly, free: Iterable[int]) -> bool:
