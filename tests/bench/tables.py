@@ -722,9 +722,34 @@ def running() -> str:
     return "\n".join(lines)
 
 
+def public_suites() -> str:
+    """Tests of public packages that ran under both, and how many differ."""
+    data = json.loads(record.named("public_suites").read_text())
+    sets: dict[str, list[dict]] = {}
+    for name, figures in data["modules"].items():
+        file = "/" in name
+        suite = "/".join(name.split("/")[-4:-1]) if file else name.split(".")[0]
+        sets.setdefault(suite, []).append(figures)
+    rows = [
+        (
+            suite,
+            len(modules),
+            sum(m["tests"] for m in modules),
+            sum(m["optimized"] for m in modules),
+            sum(len(m["differ"]) for m in modules),
+        )
+        for suite, modules in sorted(sets.items())
+    ]
+    head = ("suite", "files", "tests that pass under `jax.jit`", "functions optimized")
+    versions = ", ".join(f"{name} {v}" for name, v in data["packages"].items())
+    note = f"`.ci/suites` counts them ({versions}; {data['device']}, {data['date']})."
+    return f"{_table((*head, 'tests that differ'), rows)}\n\n{note}"
+
+
 TABLES = {
     "structure": structure,
     "running": running,
+    "public_suites": public_suites,
     "first_example": first_example,
     "gains": gains,
     "options": options,
