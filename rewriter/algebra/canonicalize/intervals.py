@@ -93,6 +93,8 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
     prim = node.prim
     if prim == "iota":
         return 0.0, float(_most(node.params["shape"][node.params["dimension"]]) - 1)
+    if prim == "axis_index":
+        return _of_devices(node)
     if prim in ("argmax", "argmin"):
         axes = node.params["axes"]
         return 0.0, float(_most(graph.shape(node.ins[0])[axes[0]]) - 1)
@@ -112,6 +114,21 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
     if rule is None:
         return None
     return rule(*(interval(graph, i, depth) for i in node.ins))
+
+
+def _of_devices(node: Node) -> Interval | None:
+    """The bounds of a device's number along an axis of a mesh, in every shard_map."""
+    axis, most = node.params["axis_name"], []
+    for scope in (node.scope, *(scope for scope, _, _ in node.copies)):
+        while scope.parent is not None:
+            eqn = scope.parent.jaxpr.eqns[scope.call]
+            if scope.kind == "shard_map" and axis in _jax.manual_axes(eqn)[0]:
+                most.append(_jax.manual_axes(eqn)[1][axis])
+                break
+            scope = scope.parent
+        else:
+            return None
+    return 0.0, float(max(most) - 1)
 
 
 def _added(graph: Graph, node: Node) -> int:
