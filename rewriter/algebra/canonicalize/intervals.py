@@ -18,6 +18,7 @@ import numpy as np
 from rewriter import _jax
 from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES, TRANSPARENT
 from rewriter.program.graph import Graph, Node
+from rewriter.program.shard_places import devices_around
 
 Interval = tuple[float, float]
 UNKNOWN: Interval = (-math.inf, math.inf)
@@ -117,18 +118,12 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
 
 
 def _of_devices(node: Node) -> Interval | None:
-    """The bounds of a device's number along an axis of a mesh, in every shard_map."""
-    axis, most = node.params["axis_name"], []
-    for scope in (node.scope, *(scope for scope, _, _ in node.copies)):
-        while scope.parent is not None:
-            eqn = scope.parent.jaxpr.eqns[scope.call]
-            if scope.kind == "shard_map" and axis in _jax.manual_axes(eqn)[0]:
-                most.append(_jax.manual_axes(eqn)[1][axis])
-                break
-            scope = scope.parent
-        else:
-            return None
-    return 0.0, float(max(most) - 1)
+    """The bounds of a device's number along an axis of a mesh."""
+    around = devices_around(node.scope, node.eqn)
+    if around is None:
+        return None
+    mesh, _, _ = around
+    return 0.0, float(mesh.shape[node.params["axis_name"]] - 1)
 
 
 def _added(graph: Graph, node: Node) -> int:

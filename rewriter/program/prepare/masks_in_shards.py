@@ -13,7 +13,6 @@ mask is made of. That takes less memory, and moves less between devices.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,8 @@ from rewriter.program.prepare.parts_of_masks import (
     Makers,
     Parts,
     Source,
+    cuts_of,
+    has_products,
     is_smaller,
 )
 
@@ -68,7 +69,7 @@ def _with_masks_inside(body: Any) -> Any:
     """A body whose inner bodies make the masks of which they read parts."""
     if not any(_jax.call_kind(e) in GIVEN for e in body.eqns):
         return body
-    makers, eqns, changed = Makers(), [], False
+    makers, eqns, changed = Makers.in_body(body), [], False
     for eqn in body.eqns:
         kind, new = _jax.call_kind(eqn), None
         if kind in GIVEN:
@@ -92,9 +93,10 @@ def _masks_of(eqn: Any, kind: str, makers: Makers) -> dict[int, Mask]:
             continue
         cuts: Cuts | None = (None,) * len(atom.aval.shape)
         if kind == "shard_map":
-            into, _, (mesh, _, _) = _jax.parts_of(eqn)
-            cuts = _cuts(atom.aval.shape, into[k], mesh.shape)
-        sources = None if cuts is None else makers.sources(atom, cuts)
+            into, _, around = _jax.parts_of(eqn)
+            cuts = cuts_of(atom.aval.shape, into[k], around)
+        copied = kind != "shard_map"
+        sources = None if cuts is None else makers.sources(atom, cuts, copied)
         if sources is not None and is_smaller(sources, atom.aval):
             found[k] = Mask(atom, cuts, tuple(sources))
     return found
@@ -102,13 +104,17 @@ def _masks_of(eqn: Any, kind: str, makers: Makers) -> dict[int, Mask]:
 
 def _takes_part(eqn: Any, kind: str, k: int) -> bool:
     """Whether what an equation does with an operand is to read parts of it."""
+    if kind == "shard_map" and not has_products(eqn):
+        return False  # JAX took it out of a loop, whose own reads what it returns
     if kind == "shard_map" and any(a is not None for a in _jax.parts_of(eqn)[0][k]):
         return True
     if kind == "scan" and k >= _jax.scan_parts(eqn)[1]:
         return False
     first = kind == "cond"
     bodies = eqn.params["branches"] if first else (_body_of(eqn, kind),)
-    return k >= first and any(_reads_part(_open(b), _open(b).invars[k - first]) for b in bodies)
+    return k >= first and any(
+        _reads_part(_open(b), _open(b).invars[k - first]) for b in bodies
+    )
 
 
 def _body_of(eqn: Any, kind: str) -> Any:
@@ -123,7 +129,9 @@ def _reads_part(body: Any, var: Any) -> bool:
     """Whether a body reads parts of a value: at computed places, or on each device."""
     names = {var}
     for eqn in body.eqns:
-        here = [k for k, a in enumerate(eqn.invars) if not _jax.is_literal(a) and a in names]
+        here = [
+            k for k, a in enumerate(eqn.invars) if not _jax.is_literal(a) and a in names
+        ]
         if not here:
             continue
         kind = _jax.call_kind(eqn)
@@ -136,19 +144,6 @@ def _reads_part(body: Any, var: Any) -> bool:
     return False
 
 
-def _cuts(shape: Sequence[Any], spec: Any, sizes: Mapping[str, int]) -> Cuts | None:
-    """The part of an array that a device has; None if its size is symbolic."""
-    cuts: list[Cut | None] = []
-    for k, n in enumerate(shape):
-        axes = spec[k] if k < len(spec) else None
-        axes = axes if isinstance(axes, tuple) or axes is None else (axes,)
-        count = math.prod(sizes[a] for a in axes or ())
-        if axes and not isinstance(n, int):
-            return None
-        cuts.append(Cut(axes, n // count) if axes else None)
-    return tuple(cuts)
-
-
 def _attempted(
     eqn: Any, kind: str, masks: Mapping[int, Mask], makers: Makers
 ) -> list[Any] | None:
@@ -157,12 +152,26 @@ def _attempted(
         return None
     if kind == "call":
         jaxpr = _open(_jax.call_body(eqn))
-        return None if jaxpr.constvars else inserted(jaxpr, eqn.invars, eqn.source_info)[0]
+        return (
+            None if jaxpr.constvars else inserted(jaxpr, eqn.invars, eqn.source_info)[0]
+        )
     try:
         return WRITTEN[kind](eqn, masks, makers)
     except Exception as why:  # JAX has no rule for their placement
         log.debug("masks stay outside of a %s: %s", kind, why)
         return None
+
+
+def _inlined(eqn: Any) -> list[Any] | None:
+    """The equations of a call; None if it holds constants."""
+    jaxpr = _open(_jax.call_body(eqn))
+    if jaxpr.constvars:
+        return None
+    equations, results = inserted(jaxpr, eqn.invars, eqn.source_info)
+    made = {v for e in equations for v in e.outvars}
+    if len(set(map(id, results))) < len(results) or not made.issuperset(results):
+        return None
+    return _renamed(equations, results, eqn.outvars)
 
 
 def _in_shard_map(eqn: Any, masks: Mapping[int, Mask], makers: Makers) -> list[Any]:
@@ -205,7 +214,9 @@ def _sources(masks: Mapping[int, Mask]) -> list[Source]:
     return list(dict.fromkeys(s for m in masks.values() for s in m.sources))
 
 
-def _renamed(eqns: Sequence[Any], outs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
+def _renamed(
+    eqns: Sequence[Any], outs: Sequence[Any], wanted: Sequence[Any]
+) -> list[Any]:
     """Equations whose results have other names."""
     names = dict(zip(outs, wanted, strict=True))
     return [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in eqns]
@@ -277,7 +288,7 @@ def _with_rows_of_masks(body: Any) -> Any:
     """A body that slices what a mask is made of, in place of the mask."""
     if not any(_is_slice(e) for e in body.eqns):
         return body
-    makers, eqns = Makers(), []
+    makers, eqns = Makers.in_body(body), []
     for eqn in body.eqns:
         new = _sliced(eqn, makers) if _is_slice(eqn) else None
         eqns += [eqn] if new is None else new
@@ -294,7 +305,7 @@ def _is_slice(eqn: Any) -> bool:
         return False
     shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     known = all(isinstance(n, int) for n in shape)
-    return known and len(shape) > 1 and any(1 < m != n for n, m in zip(shape, sizes, strict=True))
+    return known and len(shape) > 1 and shape != sizes
 
 
 def _sliced(eqn: Any, makers: Makers) -> list[Any] | None:
@@ -302,18 +313,20 @@ def _sliced(eqn: Any, makers: Makers) -> list[Any] | None:
     table, *starts = eqn.invars
     pairs = zip(table.aval.shape, eqn.params["slice_sizes"], starts, strict=True)
     ends = {k: (n, m, at) for k, (n, m, at) in enumerate(pairs) if m != n}
-    cuts = tuple(
-        Cut(k, ends[k][1]) if k in ends else None for k in range(len(starts))
-    )
+    cuts = tuple(Cut(k, ends[k][1]) if k in ends else None for k in range(len(starts)))
     sources = makers.sources(table, cuts)
     if sources is None or not is_smaller(sources, table.aval):
         return None
+    if not sources and max(m for _, m, _ in ends.values()) == 1:
+        return None  # a row of positions is read as it is
     atoms = [*(value for value, _ in sources), *(at for _, _, at in ends.values())]
 
     def code(*given: Any) -> Any:
         first = {
             k: lax.clamp(jnp.zeros_like(at), at, jnp.asarray(n - m, at.dtype))
-            for (k, (n, m, _)), at in zip(ends.items(), given[len(sources) :], strict=True)
+            for (k, (n, m, _)), at in zip(
+                ends.items(), given[len(sources) :], strict=True
+            )
         }
         made = {
             (value, its): _cut(x, its, first)
