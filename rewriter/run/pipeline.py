@@ -40,6 +40,9 @@ from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.passes")
 
+SPLIT = frozenset({"dynamic_slice", "shard_map"})
+"""Primitives that read parts of masks."""
+
 PREPARE = (
     # Prepare: programs that compute the same get the same equations.
     Pass(
@@ -53,6 +56,12 @@ PREPARE = (
         "masks_in_loops",
         steps.compute_masks_in_loops,
         lambda p: bool(p.patterns) and "scan" in p.primitives,
+        optional=True,
+    ),
+    Pass(
+        "masks_in_shards",
+        steps.make_masks_in_shards,
+        lambda p: bool(p.patterns) and not p.primitives.isdisjoint(SPLIT),
         optional=True,
     ),
     Pass(

@@ -25,7 +25,7 @@ from rewriter.gradients.search import search_gradients
 from rewriter.program.equal_constants import once
 from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
-from rewriter.program.prepare import masks_in_loops, sums_of_rows
+from rewriter.program.prepare import masks_in_loops, masks_in_shards, sums_of_rows
 from rewriter.program.prepare.joined_losses import join
 from rewriter.program.prepare.platform_branches import settle
 from rewriter.rewrite import replace as splicing
@@ -69,6 +69,12 @@ def merge_equal_constants(program: Program) -> Program:
 def compute_masks_in_loops(program: Program) -> Program:
     """Computes masks in the loops that read them, not in a loop before."""
     made = masks_in_loops.compute_masks_in_loops(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=made)
+
+
+def make_masks_in_shards(program: Program) -> Program:
+    """Makes masks in the shard_maps, and at the slices, that read parts of them."""
+    made = masks_in_shards.make_masks_in_shards(program.closed_jaxpr)
     return replace(program, closed_jaxpr=made)
 
 
