@@ -80,6 +80,6 @@ def _require_other_than_scores(
         used = operands[name]
         for value in softmax.values_of(used.leaves(softmax.alg)):
             if softmax.find.regions.descends(value, softmax.scores):
-                raise Refused(
-                    "scores", f"the {name} is computed from the scores", score=0.6
-                )
+                what = "choice of weights to drop" if name == "dropout" else name
+                text = f"the {what} is computed from the scores"
+                raise Refused("scores", text, score=0.6)
