@@ -278,6 +278,22 @@ def test_pages_of_two_tables() -> None:
     np.testing.assert_allclose(fast(*args), exact(f, args), rtol=2e-5, atol=2e-5)
 
 
+def test_sequences_and_heads_over_devices() -> None:
+    """Each device reads the whole latent of its sequences, for its heads."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    args = inputs()
+    parts = [("x", None, "y")] * 2 + [("x",)] * 3
+    spread = [
+        jax.device_put(x, jax.NamedSharding(mesh, jax.P(*part)))
+        for x, part in zip(args, parts, strict=True)
+    ]
+    fast = rewriter.optimize(one_cache, implementation=FORCED)
+    (site,) = fast.report(*spread).sites
+    assert (site.form, site.sharding) == ("latent_attention", "b over x, t over y")
+    want = exact(one_cache, args)
+    np.testing.assert_allclose(fast(*spread), want, rtol=2e-5, atol=2e-5)
+
+
 def test_what_decides() -> None:
     """A Hopper GPU takes the form where its kernel is estimated to be faster."""
     shape = lambda *x: jax.ShapeDtypeStruct(x, jnp.bfloat16)
