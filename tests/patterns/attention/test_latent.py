@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import rewriter
+from rewriter.ops.registry import registry
 
 pytestmark = pytest.mark.once
 
@@ -278,20 +279,13 @@ def test_pages_of_two_tables() -> None:
     np.testing.assert_allclose(fast(*args), exact(f, args), rtol=2e-5, atol=2e-5)
 
 
-def test_sequences_and_heads_over_devices() -> None:
-    """Each device reads the whole latent of its sequences, for its heads."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
-    args = inputs()
-    parts = [("x", None, "y")] * 2 + [("x",)] * 3
-    spread = [
-        jax.device_put(x, jax.NamedSharding(mesh, jax.P(*part)))
-        for x, part in zip(args, parts, strict=True)
-    ]
-    fast = rewriter.optimize(one_cache, implementation=FORCED)
-    (site,) = fast.report(*spread).sites
-    assert (site.form, site.sharding) == ("latent_attention", "b over x, t over y")
-    want = exact(one_cache, args)
-    np.testing.assert_allclose(fast(*spread), want, rtol=2e-5, atol=2e-5)
+@pytest.mark.parametrize("form", ["latent_attention", "paged_latent_attention"])
+def test_what_may_be_split_over_devices(form: str) -> None:
+    """Heads too, which are queries of one head where each sequence has one query."""
+    op = registry().op(form)
+    rule = op.spread(op.defaults)
+    assert rule.along == frozenset("btn")
+    assert rule.local is not None
 
 
 def test_what_decides() -> None:
