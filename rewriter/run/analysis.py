@@ -350,7 +350,8 @@ def rewritten_of(
             next_step="Drop strict=True to leave the program as it was",
         ) from error
     for reason in failures:
-        text = f"{traced.name}: left as written: {str(reason).splitlines()[0]}"
+        what = "a part is " if reason.code == "internal" else ""
+        text = f"{traced.name}: {what}left as written: {str(reason).splitlines()[0]}"
         warnings.warn(text, RewriterWarning, stacklevel=2)
     return replace(after, failures=failures)
 

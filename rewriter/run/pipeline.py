@@ -17,6 +17,7 @@ from rewriter import _jax
 from rewriter.choose.composite import composites, elementary
 from rewriter.choose.planner import tasks_of
 from rewriter.config import Config
+from rewriter.errors import RewriterError
 from rewriter.find.sieve import primitives
 from rewriter.measure.programs import Task
 from rewriter.program import fold
@@ -35,8 +36,12 @@ from rewriter.run.steps import beside_sites
 from rewriter.run.validate import validate
 from rewriter.site.facts import Facts
 from rewriter.support import promotion
+from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.passes")
+
+SPLIT = frozenset({"dynamic_slice", "shard_map"})
+"""Primitives that read parts of masks."""
 
 PREPARE = (
     # Prepare: programs that compute the same get the same equations.
@@ -51,6 +56,12 @@ PREPARE = (
         "masks_in_loops",
         steps.compute_masks_in_loops,
         lambda p: bool(p.patterns) and "scan" in p.primitives,
+        optional=True,
+    ),
+    Pass(
+        "masks_in_shards",
+        steps.make_masks_in_shards,
+        lambda p: bool(p.patterns) and not p.primitives.isdisjoint(SPLIT),
         optional=True,
     ),
     Pass(
@@ -273,12 +284,27 @@ def _after_passes(program: Program, clock: _Clock, passes: Sequence[Pass]) -> Pr
     for step in passes:
         if step.name in program.config.disable or not step.when(program):
             continue
-        before, program = program, step.run(program)
+        before, program = program, _after_pass(program, step)
         clock(step.name)
         if os.environ.get("REWRITER_VALIDATE", "0") != "0":
             validate(step.name, before, program)
         log.debug("%s: %.1f ms", step.name, 1e3 * clock.seconds[step.name])
     return program
+
+
+def _after_pass(program: Program, step: Pass) -> Program:
+    """The program after a pass; an optional one that fails is left out, and said."""
+    try:
+        return step.run(program)
+    except (RewriterError, TurnsDiffer):
+        raise
+    except Exception as error:
+        if not step.optional:
+            raise
+        log.debug("%s failed", step.name, exc_info=error)
+        text = f"the pass {step.name}: {type(error).__name__}: {error}"
+        failures = (*program.failures, Reason("internal", text))
+        return replace(program, failures=failures)
 
 
 class _Clock:

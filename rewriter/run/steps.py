@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
+
+from jax.extend.core import ClosedJaxpr
 
 from rewriter.algebra.custom_rules import proved, users_rules
 from rewriter.choose.composite import with_composites
+from rewriter.choose.number_sites import Plan
 from rewriter.choose.planner import for_platform, planned, target_of
 from rewriter.choose.special_form import prefer_special_ops
+from rewriter.errors import RewriterError
 from rewriter.find.hidden_by_rules import hidden_by_rules
-from rewriter.find.match import search
+from rewriter.find.match import Match, search
 from rewriter.find.region import Regions
 from rewriter.find.sieve import possible
 from rewriter.gradients.general_form import with_general_forms
@@ -20,13 +25,12 @@ from rewriter.gradients.search import search_gradients
 from rewriter.program.equal_constants import once
 from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
-from rewriter.program.prepare import masks_in_loops, sums_of_rows
+from rewriter.program.prepare import masks_in_loops, masks_in_shards, sums_of_rows
 from rewriter.program.prepare.joined_losses import join
 from rewriter.program.prepare.platform_branches import settle
 from rewriter.rewrite import replace as splicing
 from rewriter.rewrite.beside_sites import BodyPass
 from rewriter.rewrite.locate import located
-from rewriter.rewrite.not_placed import NotPlaced
 from rewriter.rewrite.passes.checkpoint_policies import keep_policies
 from rewriter.rewrite.passes.checkpoint_savings import save, unspent
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
@@ -35,12 +39,15 @@ from rewriter.rewrite.passes.joined_gradients import join_gradients
 from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.packed_operands import use_packed_operands
 from rewriter.rewrite.replacements import pairs_of
+from rewriter.rewrite.splice import Splice
 from rewriter.rewrite.unfold import TurnsDiffer, unfold
 from rewriter.run.program import Pass, Program
 from rewriter.site.facts import Facts
+from rewriter.support.failing import failing
 from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.passes")
+Item = TypeVar("Item")
 
 
 def take_platform_branches(program: Program) -> Program:
@@ -62,6 +69,12 @@ def merge_equal_constants(program: Program) -> Program:
 def compute_masks_in_loops(program: Program) -> Program:
     """Computes masks in the loops that read them, not in a loop before."""
     made = masks_in_loops.compute_masks_in_loops(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=made)
+
+
+def make_masks_in_shards(program: Program) -> Program:
+    """Makes masks in the shard_maps, and at the slices, that read parts of them."""
+    made = masks_in_shards.make_masks_in_shards(program.closed_jaxpr)
     return replace(program, closed_jaxpr=made)
 
 
@@ -148,16 +161,39 @@ def find_gradients(program: Program) -> Program:
 
 def split_over_devices(program: Program) -> Program:
     """Finds how each site is split over the devices of a mesh."""
-    matches = [f.match for f in program.facts]
-    shards = located(program.walks, matches, program.placement)
-    facts = (replace(f, shards=s) for f, s in zip(program.facts, shards, strict=True))
-    return replace(program, facts=tuple(facts))
+    matches, left = [f.match for f in program.facts], dict[int, str]()
+
+    def step(some: Sequence[Match]) -> Any:
+        return located(program.walks, some, program.placement)
+
+    while True:
+        here = [m for m in matches if id(m) not in left]
+        try:
+            shards = iter(step(here))
+        except Exception as error:
+            match, why = _failing(step, here, error)
+            program = _saying(program, match, why)
+            left[id(match)] = f"splitting it failed, {_text(why)}"
+            continue
+        facts = (
+            replace(f, shards=left.get(id(f.match)) or next(shards))
+            for f in program.facts
+        )
+        return replace(program, facts=tuple(facts))
 
 
 def choose_kernels(program: Program) -> Program:
     """Chooses a kernel for each site, or leaves it to XLA."""
-    plan = planned(program.walks, program.facts, program.config, program.folded)
-    return replace(program, plan=plan)
+    while True:
+
+        def step(some: Sequence[Facts], now: Program = program) -> Plan:
+            return planned(now.walks, some, now.config, now.folded)
+
+        try:
+            return replace(program, plan=step(program.facts))
+        except Exception as error:
+            facts, why = _failing(step, program.facts, error)
+            program = _left_as_written(program, facts.match, why)
 
 
 def remember_pairs(program: Program) -> Program:
@@ -170,28 +206,50 @@ def remember_pairs(program: Program) -> Program:
 def replace_sites(program: Program) -> Program:
     """Puts the sites into the program; one that cannot be traced there stays out."""
     while True:
+
+        def step(some: Sequence[Splice], now: Program = program) -> Any:
+            return splicing.replace(now.walks, some)
+
         try:
-            closed_jaxpr, origins = splicing.replace(
-                program.walks, program.plan.splices
-            )
-        except NotPlaced as error:
-            log.debug("a replacement failed", exc_info=error)
-            program = choose_kernels(_left_as_written(program, error))
+            closed_jaxpr, origins = step(program.plan.splices)
+        except Exception as error:
+            splice, why = _failing(step, program.plan.splices, error)
+            program = choose_kernels(_left_as_written(program, splice.match, why))
         else:
             return replace(program, closed_jaxpr=closed_jaxpr, origins=origins)
 
 
-def _left_as_written(program: Program, error: NotPlaced) -> Program:
-    """The program with a site that is not replaced, because it cannot be."""
-    op, where, text = error.match.op.name, error.match.where, str(error)
-    config, this = program.config, (op, where, text)
-    if len(config.failing) >= len(program.facts) or this in config.failing:
+def _failing(
+    step: Callable[[Sequence[Item]], object], items: Sequence[Item], error: Exception
+) -> tuple[Item, Exception]:
+    """The item to leave out of a step that failed, and why; errors of users go on."""
+    if isinstance(error, RewriterError) or not items:
         raise error
-    return replace(
-        program,
-        config=replace(config, failing=(*config.failing, this)),
-        failures=(*program.failures, Reason("internal", f"{op}: {text}", where)),
+    log.debug("one of %d sites fails", len(items), exc_info=error)
+    return failing(step, items)
+
+
+def _left_as_written(program: Program, match: Match, why: Exception) -> Program:
+    """The program with a match that is not replaced, because it cannot be."""
+    config, op = program.config, match.op.name
+    if (op, match.where) in {known[:2] for known in config.failing}:
+        raise why
+    this = op, match.where, f"rewriting it failed, {_text(why)}"
+    return _saying(
+        replace(program, config=replace(config, failing=(*config.failing, this))),
+        match,
+        why,
     )
+
+
+def _saying(program: Program, match: Match, why: Exception) -> Program:
+    """The program with a failure in its report."""
+    reason = Reason("internal", f"{match.op.name}: {_text(why)}", match.where)
+    return replace(program, failures=(*program.failures, reason))
+
+
+def _text(why: Exception) -> str:
+    return f"{type(why).__name__}: {why}"
 
 
 def write_equal_layers(program: Program) -> Program:
@@ -203,10 +261,21 @@ def write_equal_layers(program: Program) -> Program:
     elif program.origins is None:
         raise TurnsDiffer("residuals are passed from body to body")
     else:
-        closed_jaxpr = unfold(
-            folded, closed_jaxpr, program.origins, program.plan.labels
-        )
+        closed_jaxpr = _unfolded(program)
     return replace(program, closed_jaxpr=closed_jaxpr)
+
+
+def _unfolded(program: Program) -> ClosedJaxpr:
+    """The program with all its layers; if that fails, they are taken one by one."""
+    folded, origins = program.folded, program.origins
+    assert folded is not None
+    assert origins is not None
+    try:
+        return unfold(folded, program.closed_jaxpr, origins, program.plan.labels)
+    except (RewriterError, TurnsDiffer):
+        raise
+    except Exception as error:
+        raise TurnsDiffer(_text(error)) from error
 
 
 def save_in_checkpoints(program: Program) -> Program:
