@@ -72,15 +72,13 @@ def attend(
         for name, x in (("lengths", kv_lengths), ("offsets", offset))
         if x is not None
     }
-    ends = _ends(p, numbers)
-    named = {"q": _even(q.reshape(b, t * n, c)), "ends": ends, "latent": _even(latent)}
-    if q_rope is not None:
-        named["q_rope"] = _even(q_rope.reshape(b, t * n, r))
-    if k_rope is not None:
-        named["k_rope"] = _even(k_rope)
-    if table is not None:
-        named["table"] = table
-    made = completed(p, ends, *pieces(p, named | numbers))
+    rows = {
+        "q": q.reshape(b, t * n, c), "latent": latent, "k_rope": k_rope,
+        "q_rope": None if q_rope is None else q_rope.reshape(b, t * n, r),
+    }  # fmt: skip
+    named = {name: _even(x) for name, x in rows.items() if x is not None}
+    named |= {"ends": _ends(p, numbers)} | ({} if table is None else {"table": table})
+    made = completed(p, named["ends"], *pieces(p, named | numbers))
     return made[:, : t * n].reshape(b, t, n, c)
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
-from rewriter.kernels.attention.hopper_decode.merge import row_of
+from rewriter.kernels.attention.hopper_decode.merge import AT_ONCE, row_of
 from rewriter.kernels.shared import work_stealing
 
 if TYPE_CHECKING:
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
     from rewriter.kernels.attention.hopper_latent.problem import Problem
 
-ROWS = 4
+ROWS = 2
 """Rows of a block of threads."""
+
+FEW = 2
+"""The most readers of a sequence, on average, for which pieces are read by twos."""
 
 
 def completed(p: Problem, ends: Array, whole: Array, parts: Array, lse: Array) -> Array:
@@ -39,6 +42,7 @@ def completed(p: Problem, ends: Array, whole: Array, parts: Array, lse: Array) -
     blocks = -(-p.queries // ROWS)
     given = {"ends": ends, "parts": parts, "lse": lse}
     in_place = work_stealing.AVAILABLE
+    at_once = 2 if p.readers <= FEW * p.b else AT_ONCE
     given["whole"] = target = jax.new_ref(whole) if in_place else whole
     out = [] if in_place else [jax.ShapeDtypeStruct(whole.shape, whole.dtype)]
 
@@ -54,7 +58,7 @@ def completed(p: Problem, ends: Array, whole: Array, parts: Array, lse: Array) -
 
             def merge(row: Any = row, own: Any = own) -> None:
                 pieces = first + sequence, last + sequence
-                made = row_of(x["parts"], x["lse"], row, *pieces, p.zero)
+                made = row_of(x["parts"], x["lse"], row, *pieces, p.zero, at_once)
                 own[...] = made.astype(own.dtype)
 
             def copy(row: Any = row, own: Any = own) -> None:
