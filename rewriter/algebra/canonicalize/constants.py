@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rewriter.algebra.normal_form import EXACT
+
 FOLD_FLAGS: dict[str, Callable[..., Any]] = {
     "eq": np.equal, "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal,
     "lt": np.less, "le": np.less_equal, "and": np.logical_and, "or": np.logical_or,
@@ -145,6 +147,8 @@ def affine_constant(array: np.ndarray) -> tuple[float, tuple[float, ...]] | None
     """(offset, slope per axis) of an array that is affine in its indices."""
     if array.size > 1 << 20 or array.ndim == 0 or array.dtype.kind not in "iuf":
         return None
+    if array.dtype.kind != "f" and not _are_exact(array):
+        return None
     origin = float(array.flat[0])
     slopes = []
     for d, n in enumerate(array.shape):
@@ -165,9 +169,18 @@ def affine_constant(array: np.ndarray) -> tuple[float, tuple[float, ...]] | None
     return (origin, tuple(slopes)) if (built == array).all() else None
 
 
+def _are_exact(array: np.ndarray) -> bool:
+    """Whether float64 holds all integers of an array."""
+    if array.dtype.itemsize < 8 or not array.size:
+        return True
+    return int(array.min()) > -EXACT and int(array.max()) < EXACT
+
+
 def one_number(array: np.ndarray) -> float | None:
     """The number that all elements of an array of moderate size are, or None."""
     if not 0 < array.size <= 1 << 16 or not (array == array.flat[0]).all():
+        return None
+    if array.dtype.kind in "iu" and not _are_exact(array):
         return None
     return float(array.flat[0])
 
