@@ -61,7 +61,7 @@ def devices(count: int) -> str:
 @pytest.mark.parametrize(
     "command",
     slow.first(
-        12,
+        13,
         [
             ("mesh_grid", "11"),
             pytest.param(("mesh_grid", "1", "auto_axes"), marks=pytest.mark.once),
