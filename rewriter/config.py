@@ -95,8 +95,8 @@ class Config:
         targets: ``((platform, device kind), ...)`` that it is exported for.
         differing: ``((op, the user's line), ...)`` of sites whose numbers were found to
             differ: they are left as written.
-        failing: ``((op, the user's line, why), ...)`` of sites whose replacement could
-            not be traced where they stand: they are left as written.
+        failing: ``((op, the user's line, why), ...)`` of sites for which a step of
+            rewriting failed: they are left as written.
     """
 
     patterns: str = "default"

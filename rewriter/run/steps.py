@@ -192,8 +192,17 @@ def choose_kernels(program: Program) -> Program:
         try:
             return replace(program, plan=step(program.facts))
         except Exception as error:
-            facts, why = _failing(step, program.facts, error)
-            program = _left_as_written(program, facts.match, why)
+            one, why = _failing(step, program.facts, error)
+            facts = (_forward_only(f, like=one.match) for f in program.facts)
+            program = _left_as_written(program, one.match, why)
+            program = replace(program, facts=tuple(facts))
+
+
+def _forward_only(facts: Facts, like: Match) -> Facts:
+    """The facts without gradients, if the match is of the same op at the same line."""
+    match = facts.match
+    same = (match.op.name, match.where) == (like.op.name, like.where)
+    return replace(facts, backward=None) if same else facts
 
 
 def remember_pairs(program: Program) -> Program:
@@ -204,7 +213,7 @@ def remember_pairs(program: Program) -> Program:
 
 
 def replace_sites(program: Program) -> Program:
-    """Puts the sites into the program; one that cannot be traced there stays out."""
+    """Puts the sites into the program; one for which that fails stays out."""
     while True:
 
         def step(some: Sequence[Splice], now: Program = program) -> Any:
@@ -223,10 +232,11 @@ def _failing(
     step: Callable[[Sequence[Item]], object], items: Sequence[Item], error: Exception
 ) -> tuple[Item, Exception]:
     """The item to leave out of a step that failed, and why; errors of users go on."""
-    if isinstance(error, RewriterError) or not items:
-        raise error
     log.debug("one of %d sites fails", len(items), exc_info=error)
-    return failing(step, items)
+    found = None if isinstance(error, RewriterError) else failing(step, items)
+    if found is None:
+        raise error
+    return found
 
 
 def _left_as_written(program: Program, match: Match, why: Exception) -> Program:

@@ -10,14 +10,15 @@ Item = TypeVar("Item")
 
 def failing(
     step: Callable[[Sequence[Item]], object], items: Sequence[Item]
-) -> tuple[Item, Exception]:
+) -> tuple[Item, Exception] | None:
     """Returns an item without which a step works on more of them, and the error.
 
-    It is the last one of the fewest first items on which the step fails.
+    It is the last one of the fewest first items on which the step fails. It is ``None``
+    if there are no items, or if the step does not fail when it is tried again.
 
     Args:
         step: A function of some of the items.
-        items: All of them; the step fails on these, and not on none.
+        items: All of them.
 
     Example:
         >>> failing(lambda numbers: [1 / n for n in numbers], [2, 1, 0, 3])
@@ -25,7 +26,8 @@ def failing(
     """
     works, fails = 0, len(items)
     error = _error(step, items)
-    assert error is not None
+    if error is None or not items:
+        return None
     while fails - works > 1:
         half = (works + fails) // 2
         found = _error(step, items[:half])

@@ -46,7 +46,8 @@ def of_op(name, old):
     """A function of splices or of kernels that fails for one op."""
 
     def call(*args, **kwargs):
-        splices = [a.match.op.name for a in args if hasattr(a, "match")]
+        found = [getattr(getattr(a, "match", a), "op", None) for a in args]
+        splices = [getattr(op, "name", "") for op in found]
         kernels = [k.op for a in args if isinstance(a, tuple) for k in a]
         if name in splices + kernels:
             raise KeyError("inside")
@@ -70,7 +71,12 @@ def ops(report, replaced=True):
 @pytest.mark.parametrize("name", ["attention", "rms_norm"])
 @pytest.mark.parametrize(
     ("where", "function"),
-    [(Fragments, "forward"), (Fragments, "gradients"), (planner, "choose")],
+    [
+        (Fragments, "forward"),
+        (Fragments, "gradients"),
+        (planner, "choose"),
+        (planner, "residuals_place"),
+    ],
 )
 def test_a_site_that_fails_is_left_alone(monkeypatch, where, function, name):
     broken = of_op(name, getattr(where, function))
@@ -114,9 +120,11 @@ def test_the_first_that_fails_is_found(bad):
         if bad & set(some):
             raise ValueError(min(bad & set(some)))
 
-    item, why = failing(step, range(7))
+    item, why = failing(step, range(7))  # pyright: ignore
     assert item == min(bad)
     assert why.args == (item,)
+    assert failing(step, []) is None
+    assert failing(step, sorted(set(range(7)) - bad)) is None
 
 
 def test_what_fails_together_costs_the_last():
@@ -124,7 +132,23 @@ def test_what_fails_together_costs_the_last():
         if {1, 4} <= set(some):
             raise ValueError("both")
 
-    assert failing(step, range(7))[0] == 4
+    assert failing(step, range(7))[0] == 4  # pyright: ignore
+
+
+def test_a_failure_that_does_not_repeat_leaves_the_program(monkeypatch):
+    calls = []
+
+    def once(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("inside")
+        return old(*args)
+
+    old = replace.traced
+    monkeypatch.setattr(replace, "traced", once)
+    fast = rewriter.optimize(gradient(), implementation=FORCED)
+    with pytest.warns(RewriterWarning, match="left as written: KeyError"):
+        assert not fast.report(X, SCALE, KEYS).sites
 
 
 def test_a_site_that_cannot_be_split_is_left_alone(monkeypatch):

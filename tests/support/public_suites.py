@@ -28,7 +28,8 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from tests.bench import record
@@ -111,6 +112,16 @@ def compared(module: str, words: str) -> dict[str, Any]:
     }
 
 
+def all_compared(
+    modules: Sequence[str], words: str, jobs: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each module with its figures, as they come; some modules run at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(compared, module, words): module for module in modules}
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
 def differing(figures: Mapping[str, Any]) -> dict[str, str]:
     """The tests of a module that differ, but for those that ask who the caller is."""
     return {n: why for n, why in figures["differ"].items() if n not in BY_IDENTITY}
@@ -141,12 +152,12 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="such as 1/4")
     parser.add_argument("-k", default="", help="as for pytest", dest="words")
     parser.add_argument("--json", type=pathlib.Path, help="a record of the figures")
+    parser.add_argument("--jobs", type=int, default=1, help="modules at a time")
     given = parser.parse_args()
     part, parts = map(int, given.part.split("/"))
-    every = [m for package in given.packages for m in modules(package)]
+    every = [m for package in given.packages for m in modules(package)][part::parts]
     tests = functions = failed = 0
-    for module in every[part::parts]:
-        figures = compared(module, given.words)
+    for module, figures in all_compared(every, given.words, given.jobs):
         wrong = differing(figures)
         tests, functions = tests + figures["tests"], functions + figures["optimized"]
         failed += len(wrong)

@@ -70,12 +70,17 @@ def _with_masks_inside(body: Any) -> Any:
     if not any(_jax.call_kind(e) in GIVEN for e in body.eqns):
         return body
     makers, eqns, changed = Makers.in_body(body), [], False
-    for eqn in body.eqns:
+    rest = list(reversed(body.eqns))
+    while rest:
+        eqn = rest.pop()
         kind, new = _jax.call_kind(eqn), None
         if kind in GIVEN:
             masks = _masks_of(eqn, kind, makers)
             new = _attempted(eqn, kind, masks, makers) if masks else None
         changed = changed or new is not None
+        if kind == "call" and new is not None:
+            rest += reversed(new)
+            continue
         eqns += [eqn] if new is None else new
         makers.add([eqn])
     if not changed:
@@ -151,10 +156,7 @@ def _attempted(
     if eqn.effects:
         return None
     if kind == "call":
-        jaxpr = _open(_jax.call_body(eqn))
-        return (
-            None if jaxpr.constvars else inserted(jaxpr, eqn.invars, eqn.source_info)[0]
-        )
+        return _inlined(eqn)
     try:
         return WRITTEN[kind](eqn, masks, makers)
     except Exception as why:  # JAX has no rule for their placement
@@ -219,7 +221,8 @@ def _renamed(
 ) -> list[Any]:
     """Equations whose results have other names."""
     names = dict(zip(outs, wanted, strict=True))
-    return [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in eqns]
+    renamed = (e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in eqns)
+    return [_jax.reading(e, names) for e in renamed]
 
 
 def _making(body: Any, masks: Mapping[int, Mask], makers: Makers) -> Any:

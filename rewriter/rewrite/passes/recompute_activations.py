@@ -8,6 +8,9 @@ Differentiation reads what activations compute on their way: `tanh` of a GELU, t
 sigmoid of a SiLU. XLA fuses a cheap value with its readers, but computes an expensive
 one, such as an exponential, once. So the forward pass writes it, and the backward pass
 reads it. Both are bound by memory, and the expensive function takes no time beside it.
+On an H200 forward and gradient together are 1.05 to 1.9 times as fast that way
+(`python3 -m tests.bench.activations`). Only XLA's own `erfc` of 16 bits, which strict
+numerics keeps, takes a seventh longer.
 
 A value is read late if at least two products lie between it and its reader. Values that
 are read late are those that are saved. The fewest bytes from which all of them can be
