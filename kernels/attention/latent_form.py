@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.sharding import at_own_positions
 from rewriter.ops.form import Form, special_form
 from rewriter.ops.op import OUT, Op, Operand, Sharding
 from rewriter.ops.spec import Spec
@@ -99,10 +100,10 @@ def _operands(op: Op) -> tuple[Operand, ...]:
 def _sharding(
     operands: tuple[Operand, ...], out: str, params: Mapping[str, Any]
 ) -> Sharding:
-    """How a use is split: sequences, and query heads. All of these read the latent."""
+    """How a use is split: sequences, queries and heads. All heads read the latent."""
     del params
     dims = {o.name: o.axes for o in operands} | {OUT: out}
-    return Sharding(frozenset("bn"), dims=dims)
+    return Sharding(frozenset("btn"), local=at_own_positions, dims=dims)
 
 
 def sizes(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from rewriter.kernels.attention import latent_form
 from rewriter.kernels.attention.latent_form import OWN
 from rewriter.kernels.attention.pages import PARAMS
+from rewriter.kernels.attention.sharding import at_own_positions
 from rewriter.ops.form import Form, special_form
 from rewriter.ops.op import OUT, Op, Operand, Sharding
 from rewriter.ops.spec import Spec
@@ -121,10 +122,10 @@ def _operands(op: Op) -> tuple[Operand, ...]:
 def _sharding(
     operands: tuple[Operand, ...], out: str, params: Mapping[str, Any]
 ) -> Sharding:
-    """How a use is split: sequences, and heads. Every device has all pages."""
+    """How a use is split: sequences, queries and heads. Each device has all pages."""
     del params
     dims = {o.name: o.axes for o in operands} | {OUT: out}
-    return Sharding(frozenset("bn"), dims=dims)
+    return Sharding(frozenset("btn"), local=at_own_positions, dims=dims)
 
 
 def gathered_sizes(

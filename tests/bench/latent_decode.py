@@ -1,7 +1,6 @@
 """Decoding against a latent cache on a Hopper GPU: XLA as written beside ours.
 
-  python3 -m tests.bench.latent_decode [--configs] [--cases "A;B"] [--turns 10]
-      [--json PATH]
+  python3 -m tests.bench.latent_decode [--cases "A;B"] [--turns 10] [--json PATH]
 
 One query of 128 heads for each sequence, keys of 512 + 64 columns for all heads, values
 of the first 512, as in DeepSeek V2 and V3. Microseconds are the device's by CUPTI, all
@@ -9,7 +8,7 @@ kernels of a run added up, medians of runs that take turns on two sets of normal
 bfloat16 operands. Lengths are operands: full ones, and ones drawn from 1 to all keys.
 TF/s count two products of the keys before those lengths, and TB/s their bytes, once.
 Shares are of the device's rates in `rewriter.ops.device`. Errors are relative ones of
-two sequences' results against float64. With --configs ours runs with each config.
+two sequences' results against float64.
 """
 
 from __future__ import annotations
@@ -25,13 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.hardware import timing
-from rewriter.kernels.attention import hopper_latent
 from rewriter.kernels.attention.hopper_latent import decode
 from rewriter.kernels.attention.hopper_latent.config import Programs
-from rewriter.kernels.attention.op import LATENT
 from rewriter.kernels.attention.reference import reference
 from rewriter.ops import device
-from rewriter.ops.kernel import spec_of
 from tests.bench import record
 
 COMMAND = "python3 -m tests.bench.latent_decode"
@@ -100,14 +96,6 @@ PROGRAMS = {
 }
 
 
-def with_configs(x: dict[str, Any]) -> dict[str, Callable[..., jax.Array]]:
-    """Returns the kernel on two arrays with each of its configs, by their names."""
-    given = {n: x[n] for n in ("q", "q_rope", "latent", "k_rope")}
-    spec = spec_of(LATENT, given, {"scale": SCALE})
-    found = hopper_latent.configs(spec, device.attached())
-    return {str(c): ours(k_rope="k_rope", config=c) for c in found}
-
-
 def compiled(run: Callable[..., jax.Array], *given: Any) -> Any:
     """Returns the compiled program, or why there is none."""
     try:
@@ -128,20 +116,17 @@ def exact(x: dict[str, jax.Array], lengths: np.ndarray) -> np.ndarray:
         return np.asarray(reference(q, k, v, **more))
 
 
-def measured(
-    name: str, turns: int, several: bool, configs: bool
-) -> list[dict[str, Any]]:
+def measured(name: str, turns: int, several: bool) -> list[dict[str, Any]]:
     """Returns a row for each program of a case and kind of lengths."""
     b, s = CASES[name]
     make = jax.jit(operands, static_argnums=(1, 2))
     sets = [make(jax.random.key(i), b, s) for i in range(SETS if several else 1)]
     drawn = np.random.default_rng(0).integers(1, s + 1, b).astype(np.int32)
     on = device.attached()
-    every = with_configs(sets[0]) if configs else PROGRAMS
     first = sets[0], jnp.asarray(drawn)
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda run: compiled(run, *first), every.values()))
-    made = dict(zip(every, made, strict=True))
+        made = list(pool.map(lambda run: compiled(run, *first), PROGRAMS.values()))
+    made = dict(zip(PROGRAMS, made, strict=True))
     programs = {by: p for by, p in made.items() if not isinstance(p, str)}
     rows = [
         {"case": name, "by": by, "failed": p}
@@ -176,15 +161,13 @@ def main() -> None:
     """Prints a line per measurement; writes all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default=";".join(CASES))
-    parser.add_argument("--configs", action="store_true")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
     rows = []
     for name in given.cases.split(";"):
         b, s = CASES[name]
-        few = b * s < 1 << 22
-        for row in measured(name, given.turns, few, given.configs):
+        for row in measured(name, given.turns, b * s < 1 << 22):
             print(*(f"{k}={v}" for k, v in row.items()), sep="  ", flush=True)
             rows.append(row)
     if given.json:

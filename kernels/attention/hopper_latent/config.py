@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
@@ -37,16 +37,9 @@ class Programs:
 
     Attributes:
         programs: Blocks of threads.
-        cluster: Blocks of a cluster, which copy parts of the same keys for each other.
-        ahead: Pairs of blocks of keys that are fetched into the second-level cache
-            before they are copied.
-        in_order: Whether both warpgroups add blocks of keys in their order.
     """
 
     programs: int = PROCESSORS
-    cluster: int = 1
-    ahead: int = 0
-    in_order: bool = False
 
     def readers(self, b: int, groups: int) -> int:
         """Returns how many readers share the cache; each is a block for each group.
@@ -92,25 +85,15 @@ def default(spec: Spec, device: Device) -> Programs:
 
 def configs(spec: Spec, device: Device) -> list[Programs]:
     """Returns configs worth measuring, most promising first."""
-    own = Programs(processors(device))
-    made = [
-        replace(own, cluster=cluster, ahead=ahead, in_order=in_order)
-        for in_order in (False, True)
-        for cluster, ahead in ((1, 0), (1, 1), (1, 2), (2, 0), (2, 1))
-    ]
-    return [c for c in made if fits(c, spec, device).ok]
+    del spec
+    return [Programs(processors(device))]
 
 
 def fits(config: Programs, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run."""
-    del device
+    del spec, device
     if config.programs < 1:
         return no("programs", f"{config.programs} blocks of threads, not 1 or more")
-    _, t, n, _ = spec.shape("q")
-    groups = groups_of(t, n)
-    if config.cluster not in (1, 2) or groups % config.cluster:
-        text = f"clusters of {config.cluster} for {groups} groups of rows, not 1 or 2"
-        return no("cluster", text)
     return all_of()
 
 

@@ -12,14 +12,18 @@ which are no values. The maxima go back and forth: the first warpgroup's softmax
 while the second multiplies, and the other way round. A third warpgroup copies, in parts
 that are handed back as soon as they are read.
 
-The split over keys and the merge are those of `hopper_decode`. Sources: DeepSeek-AI,
+Three other forms took longer on an H200 (``tests/bench/results`` has them in
+``latent_decode_tried_h200.json``). Blocks added in order by both warpgroups took 1.08
+to 1.32 of the time. Keys fetched ahead into the second-level cache took 1.04 to 1.24.
+Blocks of a cluster that copy keys for each other took 0.98 to 1.02.
+
+The split over keys is that of `hopper_decode`. Sources: DeepSeek-AI,
 "DeepSeek-V2" (2024), section 2.1; FlashMLA, "A deep-dive into the new Flash MLA kernel"
 (2025), for the order in which two warpgroups take turns.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,8 +50,10 @@ if TYPE_CHECKING:
 
 LOG2E = math.log2(math.e)
 
-CLUSTER = "cluster"
-"""The name of the axis along which blocks of a cluster differ."""
+ORDER = (("early", 0), ("early", 1), ("late", 0), ("late", 1))
+"""The halves of both blocks of a pair, in the order in which they are free. The early
+half of a block is read last by the warpgroup that weighs the block, the late half by
+the other one."""
 
 
 def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array, Array]:
@@ -71,7 +77,7 @@ def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array, Array]:
         jax.ShapeDtypeStruct((count, rows, p.c), jnp.float32),
         jax.ShapeDtypeStruct((count, rows), jnp.float32),
     ]
-    dtype, shared = named["q"].dtype, _shared_barriers(p)
+    dtype = named["q"].dtype
     # One tile width for all that is multiplied; it divides the arrays that are copied.
     flat = pallas.swizzle(p.half, p.c + p.whole * p.r)
     rotary = p.r > 0
@@ -85,10 +91,11 @@ def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array, Array]:
         "early_ready": pallas.barriers(TILES, copies(p)),
         "late_ready": pallas.barriers(TILES, copies(p) * (1 + rotary)),
         "q_free": pallas.barriers(1, 2),
-        **shared,
         **{
             name: pallas.barriers(TILES)
-            for name in ("top_ready", "weights_ready", "sum_ready")
+            for name in (
+                "early_free", "late_free", "top_ready", "weights_ready", "sum_ready",
+            )
         },
     }  # fmt: skip
     if rotary:
@@ -102,20 +109,10 @@ def pieces(p: Problem, named: dict[str, Array]) -> tuple[Array, Array, Array]:
         given = dict(zip((*named, "out", "parts", "lse"), references, strict=True))
         _Block(p, given, memory).run()
 
-    programs, cluster = p.readers * p.groups, p.config.cluster
-    return pallas.kernel(
-        body, "latent_attention", out, scratch, programs // cluster, 3, cluster, CLUSTER
-    )(*named.values())
-
-
-def _shared_barriers(p: Problem) -> dict[str, Any]:
-    """The barriers on which all blocks of a cluster arrive, each in all blocks."""
-    names = ("early_free", "late_free")
-    if p.config.cluster == 1:
-        return {name: pallas.barriers(TILES) for name in names}
-    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,))
-    made = {name: barrier(num_barriers=TILES) for name in names}
-    return made | {"done": barrier(num_barriers=1, num_arrivals=2)}
+    programs = p.readers * p.groups
+    return pallas.kernel(body, "latent_attention", out, scratch, programs, 3)(
+        *named.values()
+    )
 
 
 def copies(p: Problem) -> int:
@@ -157,9 +154,7 @@ class _Block:
         if "weights" not in memory:
             self.x = memory | {"weights": memory["rope_tiles"]}
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
-        program, cluster = lax.axis_index(pallas.PROGRAM), p.config.cluster
-        if cluster > 1:
-            program = program * cluster + lax.axis_index(CLUSTER)
+        program = lax.axis_index(pallas.PROGRAM)
         self.reader = lax.div(program, jnp.int32(p.groups))
         self.group = lax.rem(program, jnp.int32(p.groups))
         self.queue = p.queue(given["ends"])
@@ -219,8 +214,7 @@ class _Block:
 
             def pair(i: Any, _: Any) -> None:
                 first = piece.start + 2 * i
-                self.fetch(piece, first + 2 * p.config.ahead)
-                for name, w in self.order:
+                for name, w in ORDER:
                     plgpu.barrier_wait(x[f"{name}_free"].at[w])
                     ready, late = x[f"{name}_ready"].at[w], name == "late"
                     self.copy_half(piece, first + w, w, 1 - w if late else w, ready)
@@ -231,51 +225,9 @@ class _Block:
 
         self.over_pieces(one)
 
-    @property
-    def order(self) -> tuple[tuple[str, int], ...]:
-        """The halves of both blocks of a pair, in the order in which they are free."""
-        early, late = (tuple((x, w) for w in range(TILES)) for x in ("early", "late"))
-        if self.p.config.in_order:
-            return early[0], late[0], late[1], early[1]
-        return early + late
-
-    def fetch(self, piece: _Piece, first: Any) -> None:
-        """Fetches a pair of blocks into the second-level cache."""
-        p = self.p
-        if p.config.ahead == 0:
-            return
-        rotary = ("latent", p.c) if p.whole else ("k_rope", 0)
-        columns = [("latent", half * p.half, p.half) for half in range(2)]
-        columns += [(*rotary, p.r)] if p.r else []
-
-        def block(w: int) -> None:
-            for place, keys, _ in self.parts(piece, first + w):
-                for name, start, wide in columns:
-                    at = place, keys, pl.ds(start, wide)
-                    plgpu.async_prefetch(self.given[name].at[at])
-
-        for w in range(TILES):
-            there = first + w < piece.end
-            if p.groups > 1:  # blocks of threads that read the same keys share this
-                there = there & (lax.rem(self.group, jnp.int32(2)) == w)
-            pallas.when(there)(functools.partial(block, w))
-
-    def send(
-        self, name: str, at: tuple[Any, ...], target: Any, ready: Any, **how: Any
-    ) -> None:
+    def send(self, name: str, at: tuple[Any, ...], target: Any, ready: Any) -> None:
         """Starts a copy of a part of an array."""
-        plgpu.copy_gmem_to_smem(self.given[name].at[at], target, ready, **how)
-
-    @property
-    def to_all(self) -> dict[str, Any]:
-        """How keys are copied: each block sends a part to all of its cluster."""
-        return {"collective_axes": CLUSTER} if self.p.config.cluster > 1 else {}
-
-    def free(self, name: str, tile: int) -> None:
-        """Hands memory of keys back, in all blocks of the cluster."""
-        if self.p.config.cluster > 1:
-            plgpu.commit_smem()  # one lane arrives, and all must have read
-        plgpu.barrier_arrive(self.x[name].at[tile])
+        plgpu.copy_gmem_to_smem(self.given[name].at[at], target, ready)
 
     def copy_half(
         self, piece: _Piece, block: Any, tile: int, half: int, ready: Any
@@ -284,7 +236,7 @@ class _Block:
         columns = pl.ds(half * self.p.half, self.p.half)
         for place, keys, rows in self.parts(piece, block):
             target = self.x["tiles"].at[tile, half, rows]
-            self.send("latent", (place, keys, columns), target, ready, **self.to_all)
+            self.send("latent", (place, keys, columns), target, ready)
 
     def copy_rotary(self, piece: _Piece, block: Any, tile: int, ready: Any) -> None:
         """Copies the rotary columns of a block of keys."""
@@ -292,7 +244,7 @@ class _Block:
         columns = pl.ds(first, self.p.r)
         for place, keys, rows in self.parts(piece, block):
             target = self.x["rope_tiles"].at[tile, rows]
-            self.send(name, (place, keys, columns), target, ready, **self.to_all)
+            self.send(name, (place, keys, columns), target, ready)
 
     def parts(self, piece: _Piece, block: Any) -> Any:
         """Yields the places of a block's keys, and their rows within the block."""
@@ -322,11 +274,9 @@ class _Block:
     def compute_half(self, w: int) -> None:
         """Computes half of the columns of every piece."""
         x, add = self.x, (self.add_first, self.add_second)[w]
-        if self.p.config.in_order:
-            add = (self.add_even, self.add_odd)[w]
         plgpu.barrier_arrive(x["q_free"].at[0])
-        self.free("early_free", w)
-        self.free("late_free", 1 - w)
+        plgpu.barrier_arrive(x["early_free"].at[w])
+        plgpu.barrier_arrive(x["late_free"].at[1 - w])
 
         def one(piece: _Piece) -> None:
             plgpu.barrier_wait(x["q_ready"].at[0])
@@ -343,9 +293,6 @@ class _Block:
         self.over_pieces(one)
         if w == 0:
             plgpu.wait_smem_to_gmem(0)
-        if self.p.config.cluster > 1:  # others arrive on barriers of this block
-            plgpu.barrier_arrive(x["done"].at[0])
-            plgpu.barrier_wait(x["done"].at[0])
 
     def add_first(self, piece: _Piece, i: Any, carry: Any, part: bool) -> Any:
         """Adds a pair of blocks to the first half of the columns."""
@@ -358,7 +305,7 @@ class _Block:
         total = total * fade + weights.sum(axis=1)
         out = out * pallas.along(fade, out.shape)
         out = self.add_values(out, weights.astype(x["tiles"].dtype), 0, 0)
-        self.free("early_free", 0)
+        plgpu.barrier_arrive(x["early_free"].at[0])
         plgpu.barrier_wait(x["top_ready"].at[1])
         both = pallas.loaded(x["tops"].at[1], pallas.ROWS)
         fade = jnp.exp2(higher * self.factor - self.least(both))
@@ -367,7 +314,7 @@ class _Block:
         plgpu.barrier_wait(x["late_ready"].at[1])
         plgpu.barrier_wait(x["weights_ready"].at[1])
         out = self.add_values(out, x["weights"].at[1], 1, 0)
-        self.free("late_free", 1)
+        plgpu.barrier_arrive(x["late_free"].at[1])
         return out, both, total * fade
 
     def add_second(self, piece: _Piece, i: Any, carry: Any, part: bool) -> Any:
@@ -384,53 +331,11 @@ class _Block:
         self.put(weights, 1)
         out = out * pallas.along(fade, out.shape)
         out = self.add_values(out, weights.astype(x["tiles"].dtype), 1, 1)
-        self.free("early_free", 1)
+        plgpu.barrier_arrive(x["early_free"].at[1])
         plgpu.barrier_wait(x["late_ready"].at[0])
         plgpu.barrier_wait(x["weights_ready"].at[0])
         out = self.add_values(out, x["weights"].at[0], 0, 1)
-        self.free("late_free", 0)
-        return out, higher, total
-
-    def add_even(self, piece: _Piece, i: Any, carry: Any, part: bool) -> Any:
-        """Adds a pair of blocks to the first half, and weighs the first block."""
-        (out, top, total), x = carry, self.x
-        scores = self.scores(piece, i, 0, part)
-        higher = jnp.maximum(top, scores.max(axis=1))
-        weights, fade = self.weigh(scores, top, higher)
-        x["tops"].at[0][...] = higher
-        self.put(weights, 0)
-        total = total * fade + weights.sum(axis=1)
-        out = out * pallas.along(fade, out.shape)
-        out = self.add_values(out, weights.astype(x["tiles"].dtype), 0, 0)
-        self.free("early_free", 0)
-        plgpu.barrier_wait(x["late_ready"].at[1])
-        plgpu.barrier_wait(x["weights_ready"].at[1])
-        both = pallas.loaded(x["tops"].at[1], pallas.ROWS)
-        fade = jnp.exp2(higher * self.factor - self.least(both))
-        out = out * pallas.along(fade, out.shape)
-        out = self.add_values(out, x["weights"].at[1], 1, 0)
-        self.free("late_free", 1)
-        return out, both, total * fade
-
-    def add_odd(self, piece: _Piece, i: Any, carry: Any, part: bool) -> Any:
-        """Adds a pair of blocks to the second half, and weighs the second block."""
-        (out, top, total), x = carry, self.x
-        scores = self.scores(piece, i, 1, part)
-        plgpu.barrier_wait(x["late_ready"].at[0])
-        plgpu.barrier_wait(x["weights_ready"].at[0])
-        first = pallas.loaded(x["tops"].at[0], pallas.ROWS)
-        higher = jnp.maximum(first, scores.max(axis=1))
-        weights, again = self.weigh(scores, first, higher)
-        x["tops"].at[1][...] = higher
-        self.put(weights, 1)
-        fade = jnp.exp2(top * self.factor - self.least(first))
-        total = total * (fade * again) + weights.sum(axis=1)
-        out = out * pallas.along(fade, out.shape)
-        out = self.add_values(out, x["weights"].at[0], 0, 1)
-        self.free("late_free", 0)
-        out = out * pallas.along(again, out.shape)
-        out = self.add_values(out, weights.astype(x["tiles"].dtype), 1, 1)
-        self.free("early_free", 1)
+        plgpu.barrier_arrive(x["late_free"].at[0])
         return out, higher, total
 
     def scores(self, piece: _Piece, i: Any, w: int, part: bool) -> Array:
@@ -438,7 +343,7 @@ class _Block:
         x, tile = self.x, self.x["tiles"]
 
         def scored(scores: Any) -> Any:
-            for name in (name for name, which in self.order if which == w):
+            for name in (name for name, which in ORDER if which == w):
                 plgpu.barrier_wait(x[f"{name}_ready"].at[w])
                 half = w if name == "early" else 1 - w
                 keys = tile.at[w, half].transpose((1, 0))

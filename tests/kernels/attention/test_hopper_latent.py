@@ -118,7 +118,6 @@ def arrays(shape: tuple[int, ...], given: dict[str, Any], dtype: Any = BF16) -> 
     (b, t, s, n, c, r), given = shape, dict(given)
     times, pages = given.pop("times", 1), given.pop("pages", 0)
     whole, draw = given.pop("whole", False), np.random.default_rng(0)
-    given.pop("cluster", None)
     normal = lambda *sizes: np.asarray(
         jnp.asarray(draw.normal(size=sizes) * times, dtype)
     )
@@ -146,12 +145,12 @@ def arrays(shape: tuple[int, ...], given: dict[str, Any], dtype: Any = BF16) -> 
     return own, plain, given
 
 
-def simulated(name: str, **how: Any) -> float:
+def simulated(name: str) -> float:
     """The relative error of the result."""
     shape, programs, given = SIMULATED[name]
     own, plain, more = arrays(shape, given)
     with simulator.simulated_decode():
-        out = decode.attend(config=Programs(programs, **how), **own, **more)
+        out = decode.attend(config=Programs(programs), **own, **more)
     return error(out, exact(*plain.values(), **more))
 
 
@@ -159,11 +158,6 @@ def simulated(name: str, **how: Any) -> float:
 def test_its_code_run_by_threads(name: str) -> None:
     """Numbers, memory that is handed on, and barriers, with no GPU."""
     assert simulated(name) <= LIMITS["bfloat16"]
-
-
-@pytest.mark.parametrize("name", slow.first(4, SIMULATED))
-def test_its_code_run_by_threads_in_order(name: str) -> None:
-    assert simulated(name, in_order=True, ahead=1) <= LIMITS["bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -211,11 +205,6 @@ LOWERED: dict[str, Case] = {
         {"pages": 64, "window": CAUSAL, "offset": (0,) * 4},
     ),
     "mean": SIMULATED["mean, one array"],
-    "clusters": (
-        (4, 1, 512, 128, 512, 64),
-        132,
-        {"cluster": 2, "kv_lengths": (1,) * 4},
-    ),
 }
 
 
@@ -232,7 +221,7 @@ def test_it_is_lowered_without_a_gpu(name: str) -> None:
             own[name] = jax.ShapeDtypeStruct((b * s // size, size, x.shape[2]), x.dtype)
         own["table"] = jax.ShapeDtypeStruct((b, s // size), jnp.int32)
     empty = {n: own.pop(n, None) for n in ("q_rope", "k_rope") if n not in own}
-    config = Programs(programs, given.get("cluster", 1))
+    config = Programs(programs)
     run = lambda own: decode.attend(config=config, **empty, **own, **more)
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])(own)
     assert exported.out_avals[0].shape == (b, t, n, c)
@@ -324,16 +313,6 @@ CASES: dict[str, Case] = {
     ),
     "heads of MiniCPM3": ((3, 1, 3000, 40, 256, 32), 132, {}),
     "large scores": ((2, 1, 900, 128, 512, 64), 132, {"times": 5}),
-    "clusters": (
-        (5, 1, 4096, 128, 512, 64),
-        132,
-        {"kv_lengths": (1, 4096, 77, 1024, 3333), "cluster": 2},
-    ),
-    "clusters, pages": (
-        (4, 2, 4096, 128, 512, 64),
-        132,
-        {"window": CAUSAL, "offset": (1, 4094, 77, 1024), "cluster": 2, "pages": 64},
-    ),
 }
 
 
@@ -345,7 +324,7 @@ def test_numbers_against_float64(name: str, dtype: str) -> None:
     shape, programs, given = CASES[name]
     own, plain, more = arrays(shape, given, dtype)
     own = jax.tree.map(jnp.asarray, own)
-    config = Programs(programs, given.get("cluster", 1))
+    config = Programs(programs)
     run = jax.jit(lambda own: decode.attend(config=config, **own, **more))
     out = run(own)
     assert error(out, exact(*plain.values(), **more)) <= LIMITS[dtype]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import rewriter
+from rewriter.ops.registry import registry
 
 pytestmark = pytest.mark.once
 
@@ -276,6 +277,15 @@ def test_pages_of_two_tables() -> None:
     (site,) = fast.report(*args).sites
     assert site.form == "latent_attention"
     np.testing.assert_allclose(fast(*args), exact(f, args), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", ["latent_attention", "paged_latent_attention"])
+def test_what_may_be_split_over_devices(form: str) -> None:
+    """Heads too, which are queries of one head where each sequence has one query."""
+    op = registry().op(form)
+    rule = op.spread(op.defaults)
+    assert rule.along == frozenset("btn")
+    assert rule.local is not None
 
 
 def test_what_decides() -> None:

@@ -619,7 +619,6 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
         barrier_wait=_wait,
         barrier_arrive=_arrive,
         copy_gmem_to_smem=_load,
-        async_prefetch=lambda *_, **__: None,
         copy_smem_to_gmem=_store,
         commit_smem_to_gmem_group=_commit_stores,
         wait_smem_to_gmem=_wait_for_stores,
