@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.algebra.canonicalize import LOCAL, is_pick, values_named
-from rewriter.algebra.canonicalize.constants import affine_constant
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
@@ -30,6 +29,7 @@ from rewriter.patterns.cross_entropy.form import loss_of
 from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
 from rewriter.patterns.cross_entropy.logits_readers import reader_of
 from rewriter.patterns.cross_entropy.shift import EXPONENTIALS, nan_at, require_shifted
+from rewriter.program.constant_tables import affine_constant
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
 

@@ -315,13 +315,12 @@ class Emitter:
             most, least = -least, -most
         info = jnp.iinfo(x.dtype)
         if most < info.min or least > info.max:
-            raise OverBudget("a position beyond all others")
+            raise OverBudget("a position is beyond the range of its integers")
         x = jnp.maximum(x, x.dtype.type(least)) if least > info.min else x
         x = jnp.minimum(x, x.dtype.type(most)) if most < info.max else x
-        shift = jnp.asarray(int(c), jnp.int32)
         if abs(int(c)) > jnp.iinfo(jnp.int32).max:
             raise OverBudget("a number that no position is compared with")
-        return sign * x.astype(jnp.int32) + shift
+        return sign * x.astype(jnp.int32) + jnp.asarray(int(c), jnp.int32)
 
     def _integer_array(
         self, atom: int, order: list[int], near: int

@@ -14,9 +14,6 @@ from rewriter.algebra.canonicalize.constants import (
     cast,
     folded,
     in_dtype,
-    one_number,
-    pattern_of,
-    two_numbers,
 )
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.primitives import (
@@ -33,6 +30,7 @@ from rewriter.algebra.normal_form import (
     OverBudget,
     Poly,
 )
+from rewriter.program.constant_tables import one_number, pattern_of, two_numbers
 from rewriter.program.graph import Node
 
 SAME_NUMBER = (

@@ -11,11 +11,7 @@ import numpy as np
 from rewriter.algebra.canonicalize.computed_positions import counted
 from rewriter.algebra.canonicalize.congruence import congruent_atom
 from rewriter.algebra.canonicalize.constant_values import Constants
-from rewriter.algebra.canonicalize.constants import (
-    FOLD,
-    affine_constant,
-    pattern_of,
-)
+from rewriter.algebra.canonicalize.constants import FOLD
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
 from rewriter.algebra.canonicalize.exact_values import (
     with_wraps,
@@ -52,6 +48,7 @@ from rewriter.algebra.normal_form import (
     Poly,
     TooMuchWork,
 )
+from rewriter.program.constant_tables import affine_constant, pattern_of
 from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Graph, Node
 from rewriter.program.stacked_slices import sliced

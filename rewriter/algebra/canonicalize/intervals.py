@@ -19,6 +19,7 @@ from rewriter import _jax
 from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES, TRANSPARENT
 from rewriter.algebra.normal_form import EXACT
 from rewriter.program.graph import Graph, Node
+from rewriter.program.shard_places import devices_around
 
 Interval = tuple[float, float]
 UNKNOWN: Interval = (-math.inf, math.inf)
@@ -104,6 +105,8 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
     prim = node.prim
     if prim == "iota":
         return 0.0, float(_most(node.params["shape"][node.params["dimension"]]) - 1)
+    if prim == "axis_index":
+        return _of_devices(node)
     if prim in ("argmax", "argmin"):
         axes = node.params["axes"]
         return 0.0, float(_most(graph.shape(node.ins[0])[axes[0]]) - 1)
@@ -123,6 +126,15 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
     if rule is None:
         return None
     return rule(*(interval(graph, i, depth) for i in node.ins))
+
+
+def _of_devices(node: Node) -> Interval | None:
+    """The bounds of a device's number along an axis of a mesh."""
+    around = devices_around(node.scope, node.eqn)
+    if around is None:
+        return None
+    mesh, _, _ = around
+    return 0.0, float(mesh.shape[node.params["axis_name"]] - 1)
 
 
 def _added(graph: Graph, node: Node) -> int:
