@@ -437,7 +437,8 @@ def _as_bounded(find: Finder, reading: Reading, leaves: Mapping[int, int]) -> bo
 def _made_alike(find: Finder, leaves: Mapping[int, int]) -> bool:
     """Whether what a reading found above its leaves also holds for those here.
 
-    Such facts are what a mask leaves of a row, and how large numbers in a bias are.
+    Such facts are what a mask leaves of a row, how large numbers in a bias are, and
+    the least length.
     """
     graph = find.graph
     for known, value in leaves.items():
@@ -448,7 +449,9 @@ def _made_alike(find: Finder, leaves: Mapping[int, int]) -> bool:
         larger = jnp.issubdtype(dtype, jnp.floating) and (
             find.largest_number(value) > find.largest_number(known)
         )
-        if larger or not alike:
+        scalar = jnp.issubdtype(dtype, jnp.integer) and graph.shape(value) == ()
+        smaller = scalar and find.least(value) < find.least(known)
+        if larger or smaller or not alike:
             return False
     return True
 

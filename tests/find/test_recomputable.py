@@ -93,7 +93,7 @@ def test_each_entry_has_a_reason() -> None:
 # ------------------------------------------------------- entries at the ends of dtypes
 T = 12
 EDGE = np.iinfo(np.int32).max
-I, J = np.arange(T, dtype=np.int32)[:, None], np.arange(T, dtype=np.int32)
+ROWS, J = np.arange(T, dtype=np.int32)[:, None], np.arange(T, dtype=np.int32)
 ON = J % 2 == 0
 NEAR = J + np.int32(EDGE - T + 1)
 FEW = J // 3 + np.int32(30_000_000)  # beyond what float32 holds
@@ -101,14 +101,13 @@ SMALL = J.astype(np.uint8) + np.uint8(250)
 MASKS = {
     "leaf": lambda: FEW[:, None] == FEW,
     "leaf, wrapped": lambda: (SMALL + jnp.uint8(3))[:, None] >= SMALL,
-    "iota": lambda: I >= J,
-    "relu": lambda x: jnp.maximum(x, 3)[:, None] + I >= jnp.maximum(x, 5) + J,
+    "iota": lambda: ROWS >= J,
+    "relu": lambda x: jnp.maximum(x, 3)[:, None] + ROWS >= jnp.maximum(x, 5) + J,
     "relu, at an end": lambda x: jnp.arange(T) < jnp.maximum(NEAR, x)[:, None],
     "ind": lambda: (jnp.asarray(FEW) + ON)[:, None] == jnp.asarray(FEW) + ON,
     "ge": lambda x: (NEAR + x)[:, None] >= NEAR,
     "ge, of a difference": lambda x: NEAR[:, None] - x - EDGE >= 0,
     "eq": lambda x: (NEAR + x)[:, None] == NEAR + x,
-    "any": lambda x: (ON[:, None] & (x > J)).any(0) & (I >= J),
     "clamp": lambda x: x[:, None] + np.int32(1 << 28) > J,
     "clamp, at an end": lambda x: x[:, None] > J - NEAR,
 }
