@@ -95,8 +95,8 @@ class Config:
         targets: ``((platform, device kind), ...)`` that it is exported for.
         differing: ``((op, the user's line), ...)`` of sites whose numbers were found to
             differ: they are left as written.
-        failing: ``((op, the user's line, why), ...)`` of sites whose replacement could
-            not be traced where they stand: they are left as written.
+        failing: ``((op, the user's line, why), ...)`` of sites for which a step of
+            rewriting failed: they are left as written.
     """
 
     patterns: str = "default"
@@ -285,9 +285,10 @@ STAGES = (
 ``passes`` shows the time of every pass."""
 
 PASSES_TO_DISABLE = (
-    "masks_in_loops", "joined_losses", "fold", "gradients", "checkpoint_savings",
-    "residual_adds", "gradients_with_results", "memory_order", "recompute",
-    "recompute_activations", "erfc_in_16_bits", "packed_operands", "aligned_products",
+    "masks_in_loops", "masks_in_shards", "joined_losses", "fold", "gradients",
+    "checkpoint_savings", "residual_adds", "gradients_with_results", "memory_order",
+    "recompute", "recompute_activations", "erfc_in_16_bits", "packed_operands",
+    "aligned_products",
 )  # fmt: skip
 """Names of the passes that may be skipped."""
 

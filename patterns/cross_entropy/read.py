@@ -173,7 +173,7 @@ def _read(
     form, args = split_digits(find.algebra, ev.poly(value, args), args)
     loss = loss_of(find.algebra, form, args)
     find.require_proved(ev)
-    require_shifted(find, anchor, loss)
+    require_shifted(find, ev, anchor, loss)
     params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
     made_of = [find.graph.node_of(v).ins for v in (*above.picks, *above.sums)]
     values = [value, *itertools.chain(*made_of)]

@@ -6,10 +6,15 @@ from typing import Any
 
 import numpy as np
 
+EXACT = 2.0**53
+"""Integers are exact in float64 up to here."""
+
 
 def affine_constant(array: np.ndarray) -> tuple[float, tuple[float, ...]] | None:
     """(offset, slope per axis) of an array that is affine in its indices."""
     if array.size > 1 << 20 or array.ndim == 0 or array.dtype.kind not in "iuf":
+        return None
+    if array.dtype.kind != "f" and not _are_exact(array):
         return None
     origin = float(array.flat[0])
     slopes = []
@@ -31,9 +36,18 @@ def affine_constant(array: np.ndarray) -> tuple[float, tuple[float, ...]] | None
     return (origin, tuple(slopes)) if (built == array).all() else None
 
 
+def _are_exact(array: np.ndarray) -> bool:
+    """Whether float64 holds all integers of an array."""
+    if array.dtype.itemsize < 8 or not array.size:
+        return True
+    return int(array.min()) > -EXACT and int(array.max()) < EXACT
+
+
 def one_number(array: np.ndarray) -> float | None:
     """The number that all elements of an array of moderate size are, or None."""
     if not 0 < array.size <= 1 << 16 or not (array == array.flat[0]).all():
+        return None
+    if array.dtype.kind in "iu" and not _are_exact(array):
         return None
     return float(array.flat[0])
 

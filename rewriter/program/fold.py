@@ -19,7 +19,7 @@ import numpy as np
 from rewriter import _jax
 from rewriter.program.repeats import Numbered, Run, runs, turns_read
 
-WORTH = 1000
+WORTH = 300
 """The fewest equations that are worth leaving out."""
 BEHIND = 4
 """The number of turns kept after those left out: two to compare, and their

@@ -25,7 +25,6 @@ from rewriter.rewrite.bodies import Bodies
 from rewriter.rewrite.branches import alike
 from rewriter.rewrite.fragments import Fragments, in_order, leaves_here
 from rewriter.rewrite.frame import Frame
-from rewriter.rewrite.not_placed import placing
 from rewriter.rewrite.origins import Origins
 from rewriter.rewrite.splice import Splice
 
@@ -39,7 +38,7 @@ def replace(
     stacks unread in a checkpoint.
 
     Raises:
-        NotPlaced: If a replacement cannot be traced where it stands.
+        Exception: If a replacement, or a body around it, cannot be traced.
     """
     top = regions.graph.top
     if not splices:
@@ -287,17 +286,15 @@ class _Work:
     # ------------------------------------------------------------- splices
     def _splice(self, splice: Splice, eqn: Any, frame: Frame) -> Any:
         """Appends a replacement's equations; returns the atom of its result."""
-        with placing(splice):
-            read = [self.plan.read_for(splice, v) for v in leaves_here(splice)]
+        read = [self.plan.read_for(splice, v) for v in leaves_here(splice)]
         atoms = [
             self._zero(r.value, eqn, frame)
             if self.plan.is_spare(splice, r.value)
             else self._atom_of(splice, v)
             for v, r in zip(leaves_here(splice), read, strict=True)
         ]
-        with placing(splice):
-            avals = [atom.aval for atom in atoms]
-            fragment, tree = self.fragments.forward(splice, read, avals)
+        avals = [atom.aval for atom in atoms]
+        fragment, tree = self.fragments.forward(splice, read, avals)
         out, *residuals = frame.insert(fragment, atoms, eqn, splice.label)
         if tree is not None:
             avals = [v.aval for v in fragment.outvars[1:]]
@@ -315,8 +312,7 @@ class _Work:
         """Appends the gradients' equations; returns their atoms by value."""
         _, avals, tree = self.residuals[id(splice)]
         backward = splice.backward
-        with placing(splice):
-            fragment = self.fragments.gradients(splice, avals, tree)
+        fragment = self.fragments.gradients(splice, avals, tree)
         cotangent = self._cotangent(splice, backward.cotangent)
         residuals = self._residuals_in(self.plan.gradients_home[id(splice)], splice)
         given = [*residuals, cotangent]

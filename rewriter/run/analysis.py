@@ -272,12 +272,8 @@ def analyze(
         after=rewritten.closed_jaxpr,
         key=rewritten.key,
         placement=placement if isinstance(placement, Placement) else None,
-        stacks=rewritten.stacks,
-        kept=rewritten.kept,
+        changes=rewritten.changes,
         offered=rewritten.offered,
-        recomputed=rewritten.recomputed,
-        shortened=rewritten.shortened,
-        aligned=rewritten.aligned,
     )
     _log(report)
     if config.require is not None:
@@ -354,7 +350,8 @@ def rewritten_of(
             next_step="Drop strict=True to leave the program as it was",
         ) from error
     for reason in failures:
-        text = f"{traced.name}: left as written: {str(reason).splitlines()[0]}"
+        what = "a part is " if reason.code == "internal" else ""
+        text = f"{traced.name}: {what}left as written: {str(reason).splitlines()[0]}"
         warnings.warn(text, RewriterWarning, stacklevel=2)
     return replace(after, failures=failures)
 

@@ -15,20 +15,28 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.choose.composite import composites, elementary
-from rewriter.choose.planner import target_of, tasks_of
+from rewriter.choose.planner import tasks_of
 from rewriter.config import Config
+from rewriter.errors import RewriterError
 from rewriter.find.sieve import primitives
 from rewriter.measure.programs import Task
-from rewriter.ops import unaligned
 from rewriter.program import fold
 from rewriter.program.propagation import Placement
+from rewriter.rewrite.passes import (
+    aligned_products,
+    erfc_in_16_bits,
+    recompute,
+    recompute_activations,
+)
 from rewriter.rewrite.rewritten import Rewritten
 from rewriter.rewrite.unfold import TurnsDiffer
 from rewriter.run import steps
 from rewriter.run.program import Pass, Program
+from rewriter.run.steps import beside_sites
 from rewriter.run.validate import validate
 from rewriter.site.facts import Facts
 from rewriter.support import promotion
+from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.passes")
 
@@ -59,7 +67,7 @@ PREPARE = (
     Pass(
         "joined_losses",
         steps.join_terms_of_losses,
-        lambda p: p.has_losses and p.config.numerics != "strict",
+        lambda p: p.has_losses and not p.strict,
         optional=True,
     ),
     Pass("sums_of_rows", steps.sum_rows_first, lambda p: p.has_losses),
@@ -116,37 +124,17 @@ PASSES = (
         optional=True,
     ),
     Pass("checkpoint_policies", steps.keep_checkpoint_policies, lambda p: p.replaced),
-    Pass(
-        "recompute", steps.recompute_stacked_values, lambda p: p.replaced, optional=True
-    ),
-    Pass(
-        "recompute_activations",
-        steps.recompute_saved_activations,
-        lambda p: p.replaced,
-        optional=True,
-    ),
-    Pass(
-        "erfc_in_16_bits",
-        steps.shorten_functions,
-        lambda p: p.replaced and p.config.numerics != "strict",
-        optional=True,
-    ),
+    beside_sites(recompute.PASS, lambda p: p.replaced),
+    beside_sites(recompute_activations.PASS, lambda p: p.replaced),
+    beside_sites(erfc_in_16_bits.PASS, lambda p: p.replaced and not p.strict),
     Pass(
         "packed_operands",
         steps.pass_packed_operands,
         lambda p: p.changed,
         optional=True,
     ),
-    Pass(
-        "aligned_products",
-        steps.align_products,
-        lambda p: (
-            not p.spread
-            and p.config.numerics != "strict"
-            and target_of(p.config).platform in unaligned.PLATFORMS
-        ),
-        optional=True,
-        alone=True,
+    beside_sites(
+        aligned_products.PASS, lambda p: not (p.spread or p.strict), alone=True
     ),
 )
 """The passes in the order in which they run."""
@@ -198,13 +186,9 @@ def _rewritten(
         program.failures,
         clock.seconds,
         program.plan.key,
-        program.stacks,
-        program.kept,
+        program.changes,
         program.offered,
         program.pairs,
-        program.recomputed,
-        program.shortened,
-        program.aligned,
     )
 
 
@@ -216,7 +200,7 @@ def _without_patterns(program: Program, clock: _Clock) -> Rewritten:
     if not program.changed:
         return Rewritten(program.original)
     return Rewritten(
-        program.closed_jaxpr, seconds=clock.seconds, aligned=program.aligned
+        program.closed_jaxpr, seconds=clock.seconds, changes=program.changes
     )
 
 
@@ -300,12 +284,27 @@ def _after_passes(program: Program, clock: _Clock, passes: Sequence[Pass]) -> Pr
     for step in passes:
         if step.name in program.config.disable or not step.when(program):
             continue
-        before, program = program, step.run(program)
+        before, program = program, _after_pass(program, step)
         clock(step.name)
         if os.environ.get("REWRITER_VALIDATE", "0") != "0":
             validate(step.name, before, program)
         log.debug("%s: %.1f ms", step.name, 1e3 * clock.seconds[step.name])
     return program
+
+
+def _after_pass(program: Program, step: Pass) -> Program:
+    """The program after a pass; an optional one that fails is left out, and said."""
+    try:
+        return step.run(program)
+    except (RewriterError, TurnsDiffer):
+        raise
+    except Exception as error:
+        if not step.optional:
+            raise
+        log.debug("%s failed", step.name, exc_info=error)
+        text = f"the pass {step.name}: {type(error).__name__}: {error}"
+        failures = (*program.failures, Reason("internal", text))
+        return replace(program, failures=failures)
 
 
 class _Clock:

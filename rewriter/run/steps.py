@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
+
+from jax.extend.core import ClosedJaxpr
 
 from rewriter.algebra.custom_rules import proved, users_rules
 from rewriter.choose.composite import with_composites
+from rewriter.choose.number_sites import Plan
 from rewriter.choose.planner import for_platform, planned, target_of
 from rewriter.choose.special_form import prefer_special_ops
+from rewriter.errors import RewriterError
 from rewriter.find.hidden_by_rules import hidden_by_rules
-from rewriter.find.match import search
+from rewriter.find.match import Match, search
 from rewriter.find.region import Regions
 from rewriter.find.sieve import possible
 from rewriter.gradients.general_form import with_general_forms
@@ -23,26 +29,25 @@ from rewriter.program.prepare import masks_in_loops, masks_in_shards, sums_of_ro
 from rewriter.program.prepare.joined_losses import join
 from rewriter.program.prepare.platform_branches import settle
 from rewriter.rewrite import replace as splicing
+from rewriter.rewrite.beside_sites import BodyPass
 from rewriter.rewrite.locate import located
-from rewriter.rewrite.not_placed import NotPlaced
-from rewriter.rewrite.passes.aligned_products import align
 from rewriter.rewrite.passes.checkpoint_policies import keep_policies
 from rewriter.rewrite.passes.checkpoint_savings import save, unspent
-from rewriter.rewrite.passes.erfc_in_16_bits import shorten_erfc
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
 from rewriter.rewrite.passes.gradients_with_results import compute_together
 from rewriter.rewrite.passes.joined_gradients import join_gradients
 from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.packed_operands import use_packed_operands
-from rewriter.rewrite.passes.recompute import recompute_stacked
-from rewriter.rewrite.passes.recompute_activations import recompute_activations
 from rewriter.rewrite.replacements import pairs_of
+from rewriter.rewrite.splice import Splice
 from rewriter.rewrite.unfold import TurnsDiffer, unfold
-from rewriter.run.program import Program
+from rewriter.run.program import Pass, Program
 from rewriter.site.facts import Facts
+from rewriter.support.failing import failing
 from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.passes")
+Item = TypeVar("Item")
 
 
 def take_platform_branches(program: Program) -> Program:
@@ -156,16 +161,48 @@ def find_gradients(program: Program) -> Program:
 
 def split_over_devices(program: Program) -> Program:
     """Finds how each site is split over the devices of a mesh."""
-    matches = [f.match for f in program.facts]
-    shards = located(program.walks, matches, program.placement)
-    facts = (replace(f, shards=s) for f, s in zip(program.facts, shards, strict=True))
-    return replace(program, facts=tuple(facts))
+    matches, left = [f.match for f in program.facts], dict[int, str]()
+
+    def step(some: Sequence[Match]) -> Any:
+        return located(program.walks, some, program.placement)
+
+    while True:
+        here = [m for m in matches if id(m) not in left]
+        try:
+            shards = iter(step(here))
+        except Exception as error:
+            match, why = _failing(step, here, error)
+            program = _saying(program, match, why)
+            left[id(match)] = f"splitting it failed, {_text(why)}"
+            continue
+        facts = (
+            replace(f, shards=left.get(id(f.match)) or next(shards))
+            for f in program.facts
+        )
+        return replace(program, facts=tuple(facts))
 
 
 def choose_kernels(program: Program) -> Program:
     """Chooses a kernel for each site, or leaves it to XLA."""
-    plan = planned(program.walks, program.facts, program.config, program.folded)
-    return replace(program, plan=plan)
+    while True:
+
+        def step(some: Sequence[Facts], now: Program = program) -> Plan:
+            return planned(now.walks, some, now.config, now.folded)
+
+        try:
+            return replace(program, plan=step(program.facts))
+        except Exception as error:
+            one, why = _failing(step, program.facts, error)
+            facts = (_forward_only(f, like=one.match) for f in program.facts)
+            program = _left_as_written(program, one.match, why)
+            program = replace(program, facts=tuple(facts))
+
+
+def _forward_only(facts: Facts, like: Match) -> Facts:
+    """The facts without gradients, if the match is of the same op at the same line."""
+    match = facts.match
+    same = (match.op.name, match.where) == (like.op.name, like.where)
+    return replace(facts, backward=None) if same else facts
 
 
 def remember_pairs(program: Program) -> Program:
@@ -176,30 +213,53 @@ def remember_pairs(program: Program) -> Program:
 
 
 def replace_sites(program: Program) -> Program:
-    """Puts the sites into the program; one that cannot be traced there stays out."""
+    """Puts the sites into the program; one for which that fails stays out."""
     while True:
+
+        def step(some: Sequence[Splice], now: Program = program) -> Any:
+            return splicing.replace(now.walks, some)
+
         try:
-            closed_jaxpr, origins = splicing.replace(
-                program.walks, program.plan.splices
-            )
-        except NotPlaced as error:
-            log.debug("a replacement failed", exc_info=error)
-            program = choose_kernels(_left_as_written(program, error))
+            closed_jaxpr, origins = step(program.plan.splices)
+        except Exception as error:
+            splice, why = _failing(step, program.plan.splices, error)
+            program = choose_kernels(_left_as_written(program, splice.match, why))
         else:
             return replace(program, closed_jaxpr=closed_jaxpr, origins=origins)
 
 
-def _left_as_written(program: Program, error: NotPlaced) -> Program:
-    """The program with a site that is not replaced, because it cannot be."""
-    op, where, text = error.match.op.name, error.match.where, str(error)
-    config, this = program.config, (op, where, text)
-    if len(config.failing) >= len(program.facts) or this in config.failing:
+def _failing(
+    step: Callable[[Sequence[Item]], object], items: Sequence[Item], error: Exception
+) -> tuple[Item, Exception]:
+    """The item to leave out of a step that failed, and why; errors of users go on."""
+    log.debug("one of %d sites fails", len(items), exc_info=error)
+    found = None if isinstance(error, RewriterError) else failing(step, items)
+    if found is None:
         raise error
-    return replace(
-        program,
-        config=replace(config, failing=(*config.failing, this)),
-        failures=(*program.failures, Reason("internal", f"{op}: {text}", where)),
+    return found
+
+
+def _left_as_written(program: Program, match: Match, why: Exception) -> Program:
+    """The program with a match that is not replaced, because it cannot be."""
+    config, op = program.config, match.op.name
+    if (op, match.where) in {known[:2] for known in config.failing}:
+        raise why
+    this = op, match.where, f"rewriting it failed, {_text(why)}"
+    return _saying(
+        replace(program, config=replace(config, failing=(*config.failing, this))),
+        match,
+        why,
     )
+
+
+def _saying(program: Program, match: Match, why: Exception) -> Program:
+    """The program with a failure in its report."""
+    reason = Reason("internal", f"{match.op.name}: {_text(why)}", match.where)
+    return replace(program, failures=(*program.failures, reason))
+
+
+def _text(why: Exception) -> str:
+    return f"{type(why).__name__}: {why}"
 
 
 def write_equal_layers(program: Program) -> Program:
@@ -211,10 +271,21 @@ def write_equal_layers(program: Program) -> Program:
     elif program.origins is None:
         raise TurnsDiffer("residuals are passed from body to body")
     else:
-        closed_jaxpr = unfold(
-            folded, closed_jaxpr, program.origins, program.plan.labels
-        )
+        closed_jaxpr = _unfolded(program)
     return replace(program, closed_jaxpr=closed_jaxpr)
+
+
+def _unfolded(program: Program) -> ClosedJaxpr:
+    """The program with all its layers; if that fails, they are taken one by one."""
+    folded, origins = program.folded, program.origins
+    assert folded is not None
+    assert origins is not None
+    try:
+        return unfold(folded, program.closed_jaxpr, origins, program.plan.labels)
+    except (RewriterError, TurnsDiffer):
+        raise
+    except Exception as error:
+        raise TurnsDiffer(_text(error)) from error
 
 
 def save_in_checkpoints(program: Program) -> Program:
@@ -227,7 +298,8 @@ def save_in_checkpoints(program: Program) -> Program:
         memory //= math.prod(program.placement.sizes.values())
     closed_jaxpr, kept = save(program.closed_jaxpr, memory)
     offered = unspent(closed_jaxpr) if program.replaced else ()
-    return replace(program, closed_jaxpr=closed_jaxpr, kept=kept, offered=offered)
+    changes = (*program.changes, *kept)
+    return replace(program, closed_jaxpr=closed_jaxpr, changes=changes, offered=offered)
 
 
 def add_residuals_in_kernels(program: Program) -> Program:
@@ -259,27 +331,22 @@ def keep_checkpoint_policies(program: Program) -> Program:
     return replace(program, closed_jaxpr=keep_policies(program.closed_jaxpr))
 
 
-def recompute_stacked_values(program: Program) -> Program:
-    """Computes cheap values again instead of stacking them for gradients."""
-    closed_jaxpr, stacks = recompute_stacked(program.closed_jaxpr)
-    return replace(program, closed_jaxpr=closed_jaxpr, stacks=stacks)
+def beside_sites(
+    change: BodyPass, when: Callable[[Program], bool], alone: bool = False
+) -> Pass:
+    """Returns a pass that changes equations beside the sites.
 
+    Args:
+        change: What it does to a body; its changes are in the report.
+        when: Whether to run it on a program.
+        alone: Whether it also runs on a program in which no pattern can occur.
+    """
 
-def recompute_saved_activations(program: Program) -> Program:
-    """Computes activations again instead of saving what their gradients read."""
-    device = target_of(program.config)
-    closed_jaxpr, found = recompute_activations(program.closed_jaxpr, device)
-    return replace(program, closed_jaxpr=closed_jaxpr, recomputed=found)
+    def run(program: Program) -> Program:
+        device = target_of(program.config)
+        closed_jaxpr, found = change(program.closed_jaxpr, device)
+        changes = (*program.changes, *found)
+        return replace(program, closed_jaxpr=closed_jaxpr, changes=changes)
 
-
-def shorten_functions(program: Program) -> Program:
-    """Computes functions of 16-bit numbers by fewer operations."""
-    device = target_of(program.config)
-    closed_jaxpr, found = shorten_erfc(program.closed_jaxpr, device)
-    return replace(program, closed_jaxpr=closed_jaxpr, shortened=found)
-
-
-def align_products(program: Program) -> Program:
-    """Pads matrix products for whose sizes a GPU has no fast kernel."""
-    closed_jaxpr, found = align(program.closed_jaxpr, target_of(program.config))
-    return replace(program, closed_jaxpr=closed_jaxpr, aligned=found)
+    run.__doc__ = change.change.__doc__
+    return Pass(change.kind.by, run, when, optional=True, alone=alone)

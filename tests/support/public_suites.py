@@ -4,8 +4,9 @@
 
 Each file that mentions ``jax.jit`` or ``nnx.jit`` runs twice: as it is, and with the
 plugin `tests.support.optimized_jit`. Prints the tests that pass as they are and fail
-with it, and exits with 1 if there are some. A folder may be given in place of a
-package. flax has its tests in its source distribution alone:
+with it, and exits with 1 if there are some. Those in `BY_IDENTITY` do not count.
+``--json PATH`` keeps the figures of each file, also of parts that ran before. A folder
+may be given in place of a package. flax has its tests in its source distribution alone:
 
     pip download flax --no-deps --no-binary flax && tar xzf flax-*.tar.gz
     python3 -m tests.support.public_suites flax-*/tests
@@ -16,18 +17,30 @@ equinox ships no tests: what its own `jit` asks of ours is in `tests/frameworks`
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
+import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+from tests.bench import record
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PACKAGES = ("optax", "haiku", "jmp")
 PLUGIN = "tests.support.optimized_jit"
+VERSIONS = ("jax", "optax", "dm-haiku", "flax")
+
+BY_IDENTITY: Mapping[str, str] = {}
+"""Tests that differ since they ask which object made a function, each with why."""
 
 
 def modules(package: str) -> list[str]:
@@ -78,14 +91,58 @@ def _outcome(case: ET.Element) -> str:
     return ""
 
 
-def compared(module: str, words: str) -> tuple[int, int, dict[str, str]]:
-    """(tests that pass under ``jax.jit``, functions optimized, what fails beside)."""
+def compared(module: str, words: str) -> dict[str, Any]:
+    """The figures of one module.
+
+    They are the tests that pass under ``jax.jit``, the functions that were optimized,
+    the seconds of both ways, and by test what it said if it failed with us alone.
+    """
+    began = time.monotonic()
     plain, _ = outcomes(module, words, False)
+    between = time.monotonic()
     ours, count = outcomes(module, words, True)
     passed = [name for name, outcome in plain.items() if not outcome]
     missing = "it did not run"
-    wrong = {n: why for n in passed if (why := ours.get(n, missing))}
-    return len(passed), count, wrong
+    return {
+        "tests": len(passed),
+        "optimized": count,
+        "jit_s": round(between - began),
+        "optimize_s": round(time.monotonic() - between),
+        "differ": {n: why for n in passed if (why := ours.get(n, missing))},
+    }
+
+
+def all_compared(
+    modules: Sequence[str], words: str, jobs: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each module with its figures, as they come; some modules run at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(compared, module, words): module for module in modules}
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
+def differing(figures: Mapping[str, Any]) -> dict[str, str]:
+    """The tests of a module that differ, but for those that ask who the caller is."""
+    return {n: why for n, why in figures["differ"].items() if n not in BY_IDENTITY}
+
+
+def label(module: str) -> str:
+    """A module's name, or the last folders of its file."""
+    path = pathlib.Path(module)
+    return "/".join(path.parts[-4:]) if path.is_absolute() else module
+
+
+def keep(path: pathlib.Path, new: Mapping[str, Any]) -> None:
+    """Adds modules' figures to a record, which keeps those of other modules."""
+    versions = {p: importlib.metadata.version(p) for p in VERSIONS}
+    known = json.loads(path.read_text()) if path.exists() else {}
+    of_these = known.get("packages") == versions
+    modules = {**(known["modules"] if of_these else {}), **new}
+    command = "python3 -m tests.support.public_suites"
+    record.write(
+        path, command, packages=versions, modules=dict(sorted(modules.items()))
+    )
 
 
 def main() -> None:
@@ -94,20 +151,22 @@ def main() -> None:
     parser.add_argument("packages", nargs="*", default=PACKAGES)
     parser.add_argument("--part", default="0/1", help="such as 1/4")
     parser.add_argument("-k", default="", help="as for pytest", dest="words")
+    parser.add_argument("--json", type=pathlib.Path, help="a record of the figures")
+    parser.add_argument("--jobs", type=int, default=1, help="modules at a time")
     given = parser.parse_args()
     part, parts = map(int, given.part.split("/"))
-    every = [m for package in given.packages for m in modules(package)]
+    every = [m for package in given.packages for m in modules(package)][part::parts]
     tests = functions = failed = 0
-    for module in every[part::parts]:
-        passed, count, wrong = compared(module, given.words)
-        print(f"{module}: {passed} tests, {count} optimized, {len(wrong)} differ")
-        for name, why in wrong.items():
-            print(f"  {name}: {why}", flush=True)
-        tests, functions, failed = (
-            tests + passed,
-            functions + count,
-            failed + len(wrong),
-        )
+    for module, figures in all_compared(every, given.words, given.jobs):
+        wrong = differing(figures)
+        tests, functions = tests + figures["tests"], functions + figures["optimized"]
+        failed += len(wrong)
+        counts = f"{figures['tests']} tests, {figures['optimized']} optimized"
+        print(f"{label(module)}: {counts}, {len(wrong)} differ", flush=True)
+        for name, why in figures["differ"].items():
+            print(f"  {name}: {BY_IDENTITY.get(name, why)}", flush=True)
+        if given.json:
+            keep(given.json, {label(module): figures})
     print(f"{tests} tests, {functions} functions optimized, {failed} differ")
     sys.exit(bool(failed))
 

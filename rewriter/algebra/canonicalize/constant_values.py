@@ -85,7 +85,10 @@ class Constants:
             return None
         if np.shape(const) == ():
             dtype = self.g.dtype(value)
-            return self._number_poly(float(in_dtype(const, dtype)), dtype)
+            exact = in_dtype(const, dtype)
+            if kind_of(dtype) == "i" and abs(int(exact)) > EXACT:
+                return None
+            return self._number_poly(float(exact), dtype)
         number = self._of_array("one number", value, one_number)
         if number is None:
             return None

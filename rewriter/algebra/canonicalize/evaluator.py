@@ -16,7 +16,7 @@ from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_int
 from rewriter.algebra.canonicalize.exact_values import (
     with_wraps,
 )
-from rewriter.algebra.canonicalize.intervals import interval, of_dtype, within
+from rewriter.algebra.canonicalize.intervals import held_by, interval, within
 from rewriter.algebra.canonicalize.layout import Layout, is_slice
 from rewriter.algebra.canonicalize.loop_bodies import Loops
 from rewriter.algebra.canonicalize.loops import LoopForms
@@ -426,7 +426,7 @@ class Evaluator(Layout, LoopForms, Constants):
         if kinds == ("i", "i") and self._wraps(old, new):
             p = self.poly(source, args, mode)
             known = self.alg.bounds(p), interval(self.g, source)
-            if not any(within(bounds, of_dtype(new)) for bounds in known):
+            if not any(within(bounds, held_by(new)) for bounds in known):
                 return self.alg.of_atom(self.leaf(value, args))
             return p
         if kinds == ("f", "f") and not is_lossless(old, new):

@@ -17,6 +17,7 @@ import numpy as np
 
 from rewriter import _jax
 from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES, TRANSPARENT
+from rewriter.algebra.normal_form import EXACT
 from rewriter.program.graph import Graph, Node
 from rewriter.program.shard_places import devices_around
 
@@ -46,7 +47,8 @@ def interval(graph: Graph, value: int, depth: int = DEPTH) -> Interval:
     array = graph.constants.get(value)
     if array is not None and 0 < np.size(array) <= COUNTED:
         numbers = np.asarray(array)
-        return float(numbers.min()), float(numbers.max())
+        found = float(numbers.min()), float(numbers.max())
+        return found if within(found, held_by(numbers.dtype)) else whole
     node = graph.node_of(value)
     if depth == 0:
         return whole
@@ -54,7 +56,7 @@ def interval(graph: Graph, value: int, depth: int = DEPTH) -> Interval:
         found = _in_a_loop(graph, value, depth - 1)
     else:
         found = _made_by(graph, node, value, depth - 1)
-    if found is None or not within(found, whole):
+    if found is None or not within(found, held_by(graph.dtype(value))):
         return whole
     return found
 
@@ -70,6 +72,15 @@ def of_dtype(dtype: object) -> Interval:
         return UNKNOWN
     info = jnp.iinfo(dtype)
     return float(info.min), float(info.max)
+
+
+def held_by(dtype: object) -> Interval:
+    """The bounds of sums that do not wrap around in a dtype, and are exact here.
+
+    Forms and bounds hold numbers as float64, which rounds integers beyond 2^53.
+    """
+    least, most = of_dtype(dtype)
+    return max(least, 1 - EXACT), min(most, EXACT - 1)
 
 
 def within(inner: Interval, outer: Interval) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
-from rewriter.algebra.canonicalize.intervals import of_dtype, within
+from rewriter.algebra.canonicalize.intervals import held_by, within
 from rewriter.algebra.canonicalize.loop_bodies import Loop
 from rewriter.algebra.canonicalize.primitives import FULL, NeedSplit
 from rewriter.algebra.canonicalize.reverse_loops import ReturningLoops
@@ -314,7 +314,9 @@ class LoopForms(ReturningLoops):
             inner = self.poly(loop.after[k], args[1:], mode)
         except NeedSplit as need:
             if need.index == loop.index:
-                raise OverBudget("a loop over pieces") from None
+                raise OverBudget(
+                    "a loop runs over an array that is joined from several"
+                ) from None
             raise
         return self.alg.subst(inner, {loop.index: args[0]})
 
@@ -342,7 +344,7 @@ class LoopForms(ReturningLoops):
         first = self.poly(loop.first[k], ())
         count = alg.add(first, alg.scale(alg.iota(loop.index), step))
         dtype = self.g.dtype(loop.before[k])
-        return count if within(alg.bounds(count), of_dtype(dtype)) else None
+        return count if within(alg.bounds(count), held_by(dtype)) else None
 
     def _increment(self, loop: Loop, k: int) -> float | None:
         """The number that each step adds to an integer, if it is one; else None."""
