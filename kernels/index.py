@@ -10,6 +10,8 @@ OPS = {
     "paged_attention": "attention",
     "scored_attention": "attention",
     "quantized_attention": "attention",
+    "latent_attention": "attention",
+    "paged_latent_attention": "attention",
     "layer_norm": "norms",
     "rms_norm": "norms",
     "gated_linear_unit": "gated_linear_unit",

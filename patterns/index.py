@@ -48,6 +48,13 @@ PATTERNS = {
     "quantized_attention": Shipped(
         "attention.stored", "Attention to keys and values of 4 or 8 bits with scales."
     ),
+    "latent_attention": Shipped(
+        "attention.latent",
+        "Attention whose values are the first columns of keys that all heads share.",
+    ),
+    "paged_latent_attention": Shipped(
+        "attention.paged_latent", "Latent attention to a cache in pages of a pool."
+    ),
     "layer_norm": Shipped(
         "norms.read", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
     ),

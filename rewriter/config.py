@@ -285,9 +285,10 @@ STAGES = (
 ``passes`` shows the time of every pass."""
 
 PASSES_TO_DISABLE = (
-    "masks_in_loops", "joined_losses", "fold", "gradients", "checkpoint_savings",
-    "residual_adds", "gradients_with_results", "memory_order", "recompute",
-    "recompute_activations", "erfc_in_16_bits", "packed_operands", "aligned_products",
+    "masks_in_loops", "masks_in_shards", "joined_losses", "fold", "gradients",
+    "checkpoint_savings", "residual_adds", "gradients_with_results", "memory_order",
+    "recompute", "recompute_activations", "erfc_in_16_bits", "packed_operands",
+    "aligned_products",
 )  # fmt: skip
 """Names of the passes that may be skipped."""
 

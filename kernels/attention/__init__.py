@@ -6,6 +6,7 @@ from rewriter.kernels.attention import (
     cudnn,
     hopper,
     hopper_decode,
+    hopper_latent,
     hopper_stored,
     tpu,
     tpu_pages,
@@ -13,8 +14,11 @@ from rewriter.kernels.attention import (
 )
 from rewriter.kernels.attention.hopper import scored as hopper_scored
 from rewriter.kernels.attention.hopper_decode import paged
+from rewriter.kernels.attention.hopper_latent import paged as paged_latent
+from rewriter.kernels.attention.op import LATENT as LATENT
 from rewriter.kernels.attention.op import OP as OP
 from rewriter.kernels.attention.op import PAGED as PAGED
+from rewriter.kernels.attention.op import PAGED_LATENT as PAGED_LATENT
 from rewriter.kernels.attention.op import SCORED as SCORED
 from rewriter.kernels.attention.op import STORED as STORED
 from rewriter.kernels.attention.overflow import with_overflow
@@ -22,19 +26,23 @@ from rewriter.kernels.attention.positions import with_positions
 from rewriter.kernels.attention.row_biases import with_row_biases
 from rewriter.kernels.attention.weights import in_float32
 from rewriter.kernels.attention.xla import gathered
+from rewriter.kernels.attention.xla import latent as joined_latent
+from rewriter.kernels.attention.xla import paged_latent as joined_pages
 from rewriter.kernels.attention.xla import scored as with_score
 from rewriter.kernels.attention.xla import stored as of_few_bits
 
-OPS = (OP, PAGED, SCORED, STORED)
+OPS = (OP, PAGED, SCORED, STORED, LATENT, PAGED_LATENT)
 
 _OF_ARRAYS = (
     with_positions(cudnn.KERNEL), with_positions(hopper.KERNEL),
     with_positions(hopper_decode.KERNEL), in_float32(with_positions(tpu.KERNEL)),
     in_float32(xla.KERNEL), in_float32(with_score.KERNEL),
     hopper_scored.KERNEL, hopper_stored.KERNEL, in_float32(of_few_bits.KERNEL),
+    hopper_latent.KERNEL, in_float32(joined_latent.KERNEL),
 )  # fmt: skip
 _OF_PAGES = (
     paged.KERNEL, in_float32(tpu_pages.KERNEL), in_float32(gathered.KERNEL),
+    paged_latent.KERNEL, in_float32(joined_pages.KERNEL),
 )  # fmt: skip
 
 KERNELS = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from rewriter.kernels.attention.cost import cost
+from rewriter.kernels.attention.latent_form import latent_form
 from rewriter.kernels.attention.paged_form import paged_form
+from rewriter.kernels.attention.paged_latent_form import paged_latent_form
 from rewriter.kernels.attention.reference import (
     distributions,
     reference,
@@ -75,6 +77,18 @@ PAGED = paged_form(
     OP,
     "paged_attention",
     "attention over keys and values in pages that a table names.",
+)
+
+LATENT = latent_form(
+    OP,
+    "latent_attention",
+    "attention to a latent that all heads share: values are the keys' first columns.",
+)
+
+PAGED_LATENT = paged_latent_form(
+    OP,
+    "paged_latent_attention",
+    "attention to a latent in pages that a table names.",
 )
 
 STORED = stored_keys_form(

@@ -20,15 +20,20 @@ if TYPE_CHECKING:
 def sharding(params: Mapping[str, Any]) -> Sharding:
     """Returns how a use may be split; every part of the queries sees all keys."""
     del params
-    return Sharding(frozenset("btn"), follows={"k": "n"}, local=_local, ring=RING)
+    return Sharding(
+        frozenset("btn"), follows={"k": "n"}, local=at_own_positions, ring=RING
+    )
 
 
-def _local(
+def at_own_positions(
     operands: Mapping[str, Array],
     params: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
-    """Sets the offset at which a part of the queries begins, for windows and ALiBi."""
+    """Returns operands and parameters of one part, as `Sharding.local` does.
+
+    Where there are windows or ALiBi, the offset is that at which its queries begin.
+    """
     positions = params["window"] != (None, None) or "alibi" in operands
     if "t" not in parts or not positions:
         return operands, params

@@ -330,8 +330,8 @@ def together(
     head, loss = _head_and_loss(x, w, bias, first, config, swapped, **how)
     count, classes = math.prod(x.shape[:-1]), head.classes
     size = jnp.dtype(head.held).itemsize
+    parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
     if config.beside is not None and in_place.takes(head, count, w.shape[1]):
-        parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
         out, dx, sums = in_place.together(head, loss, parts, config, steps)
         out = _by_row(out, labels).astype(out_dtype or head.wide)
         return out, _like(x, w, bias, dx, sums)
@@ -339,9 +339,7 @@ def together(
     if not rows:
         own = {"x": x, "w": w, "labels": labels, "bias": bias, "first": first,
                "config": config, "out_dtype": out_dtype, **how}  # fmt: skip
-        out, saved = forward(**own, residuals=True)
-        given = {"out": None, "residuals": saved, "cotangent": cotangent}
-        return out, backward(**own, **given)
+        return _in_two_passes(cotangent, own)
     columns = classes if config.whole else chunks.classes_held(classes, config)
     added = in_parts(count, rows)
 
@@ -360,10 +358,17 @@ def together(
         sums, found = _gradients(head, loss, known | {"lse": lse}, sums, columns, added)
         return sums, found | {"out": value}
 
-    parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
     sums, made = over_blocks(block, parts, _zeros(head, added, cotangent), rows)
     out = _by_row(made["out"], labels).astype(out_dtype or head.wide)
     return out, _like(x, w, bias, made["x"], sums, head.turned)
+
+
+def _in_two_passes(
+    cotangent: jax.Array, given: dict[str, Any]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The losses and all cotangents, from logits that are computed twice."""
+    out, saved = forward(**given, residuals=True)
+    return out, backward(**given, out=None, residuals=saved, cotangent=cotangent)
 
 
 def _saves(spec: Spec) -> list[Any]:

@@ -32,10 +32,10 @@ def assembled(softmax: Softmax) -> Reading:
     axes = name_axes(softmax)
     masks = read_masks(softmax, axes)
     inputs = read_operands(softmax, axes)
-    rows = read_rows(softmax, axes, masks, inputs)
-    unshifted = read_unshifted(softmax)
     operands = {**masks.operands, **inputs.arrays}
     _require_other_than_scores(softmax, operands)
+    rows = read_rows(softmax, axes, masks, inputs)
+    unshifted = read_unshifted(softmax)
     empty = {} if rows.give is None else {"empty_rows": rows.give}
     floats = {} if unshifted is None else {"unshifted": unshifted}
     weights = read_weights(softmax)
@@ -80,6 +80,6 @@ def _require_other_than_scores(
         used = operands[name]
         for value in softmax.values_of(used.leaves(softmax.alg)):
             if softmax.find.regions.descends(value, softmax.scores):
-                raise Refused(
-                    "scores", f"the {name} is computed from the scores", score=0.6
-                )
+                what = "choice of weights to drop" if name == "dropout" else name
+                text = f"the {what} is computed from the scores"
+                raise Refused("scores", text, score=0.6)

@@ -12,12 +12,18 @@ EXPONENTIALS = frozenset({"exp", "exp2"})
 
 def exponents_of(softmax: Softmax) -> Iterator[tuple[int, Poly]]:
     """(exponential, form of its exponent) of each one of scores in the region."""
+    for value, forms in all_exponents_of(softmax):
+        yield value, forms[0]
+
+
+def all_exponents_of(softmax: Softmax) -> Iterator[tuple[int, list[Poly]]]:
+    """(exponential, forms of its exponent); several if keys are in pieces."""
     ev, find = softmax.ev, softmax.find
     region = find.below(softmax.scores, softmax.value)
-    forms: dict[int, Poly] = {}
+    forms: dict[int, list[Poly]] = {}
     for (value, _, _), form in ev.memo.items():
         if isinstance(form, dict):
-            forms.setdefault(value, form)
+            forms.setdefault(value, []).append(form)
     for value in forms:
         node = ev.g.node_of(value)
         if node is None or node.prim not in EXPONENTIALS or value not in region:

@@ -191,7 +191,7 @@ def _of_rows(
 
 
 def _prefix(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions | None:
-    """Reads (s <= t + c) or (s < prefix)."""
+    """Reads (s <= t + c + offset) or (s < prefix)."""
     support, _ = alg.bools[part]
     if len(support) != 2 or said.prefix is not None:
         return None
@@ -208,15 +208,15 @@ def _prefix(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions
     read = [comparison(alg, axes, *side) for side in sides]
     if None in read:
         return None
-    causal = [x for x in read if (x.query, x.key) == (1, -1) and not x.rest]
+    causal = [x for x in read if (x.query, x.key) == (1, -1)]
     prefix = [x for x in read if (x.query, x.key) == (0, -1)]
     if len(causal) != 1 or len(prefix) != 1 or said.right or said.left:
         return None
-    if alg.ids(prefix[0].rest) - set(axes.b):
+    if (alg.ids(prefix[0].rest) | alg.ids(causal[0].rest)) - set(axes.b):
         return None
     return replace(
         said,
-        right=(Bound(causal[0].constant, {}, part),),
+        right=(Bound(causal[0].constant, causal[0].rest, part),),
         prefix=alg.add(prefix[0].rest, alg.const(prefix[0].constant + 1)),
     )
 

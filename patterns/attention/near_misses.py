@@ -34,11 +34,22 @@ def other_weights(alg: Algebra, mono: Monomial, form: Poly) -> Refused:
     above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
     below = [a for a, e in mono if e == -1]
     text = "the weights differ between numerator and denominator"
-    if any(any(_denominators(alg, alg.defs[a][3])) for a in above):
+    if not above:
+        text = "exponentials are divided by another sum than their own, as in linear "
+        text += "attention"
+    elif any(any(_denominators(alg, alg.defs[a][3])) for a in above):
         text = "the weights are divided by more than one sum"
     elif any(_sums_rows_too(alg, a, d) for a in above for d in below):
         text = "the softmax is over more axes than the keys"
     return Refused("weights", text, difference=alg.show(form), score=0.4)
+
+
+def divided_again(alg: Algebra, atom: int) -> bool:
+    """Whether a denominator adds up weights that a sum divides already."""
+    if alg.kind(atom) == "pow":
+        terms = (mono for _, mono in alg.thaw(alg.defs[atom][1]))
+        return any(divided_again(alg, a) for mono in terms for a, _ in mono)
+    return alg.kind(atom) == "sum" and any(_denominators(alg, alg.defs[atom][3]))
 
 
 def _denominators(alg: Algebra, mono: Monomial) -> Iterator[int]:

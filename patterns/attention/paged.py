@@ -10,7 +10,7 @@ Must hold  keys and values are whole pages of two pools with the same axes. One 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, Pages
@@ -36,7 +36,7 @@ AXES = ("kpzh", "pkzh", "pzkh")
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of attention over pages around an exponential."""
-    looking = _looking_through(find)
+    looking = looking_through(find, NAME, _of_pages)
     if looking is None:
         return
     for reading in read.propose(looking, anchor):
@@ -49,15 +49,23 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
             looking.found[reading.op, reading.value] = reading
 
 
-def _looking_through(find: Finder) -> Finder | None:
-    """The search that looks through gathers of pages; None if there are none."""
-    if NAME not in find.cache:
+def looking_through(
+    find: Finder, name: str, of_pages: Callable[[Finder, Node], bool]
+) -> Finder | None:
+    """Returns the search that looks through gathers of pages; None if there are none.
+
+    Args:
+        find: The search.
+        name: The pattern that looks through them.
+        of_pages: Whether a gather takes pages.
+    """
+    if name not in find.cache:
         found = frozenset(
             node.outs[0]
             for node in find.graph.nodes
-            if node.prim == "gather" and _of_pages(find, node)
+            if node.prim == "gather" and of_pages(find, node)
         )
-        find.cache[NAME] = (
+        find.cache[name] = (
             dataclasses.replace(
                 find, gathers=found, misses={}, found={}, cache={},
                 _known_empty={}, _asked={}, _names={},
@@ -65,7 +73,7 @@ def _looking_through(find: Finder) -> Finder | None:
             if found
             else None
         )  # fmt: skip
-    return find.cache[NAME]
+    return find.cache[name]
 
 
 def _of_pages(find: Finder, node: Node) -> bool:
@@ -98,8 +106,8 @@ def paged(find: Finder, reading: Reading) -> Reading:
         raise Refused("pages", text, score=0.5)
     numbers = alg.of_atom(alg.atom("leaf", keys.name.table, keys.rows))
     own = {
-        "k_pages": _pool(find, keys.name.array),
-        "v_pages": _pool(find, values.name.array),
+        "k_pages": pool(find, keys.name.array),
+        "v_pages": pool(find, values.name.array),
         "table": operand(numbers, reading.out_groups[0], keys.page),
     }
     rest = {n: o for n, o in reading.operands.items() if n not in ("k", "v")}
@@ -160,21 +168,39 @@ def _plain(a: Index) -> list[int]:
         return [-1]
 
 
-def _pool(find: Finder, name: int) -> Operand:
-    """All pages, as they lie in memory.
+def pool(find: Finder, name: int) -> Operand:
+    """Returns all pages of an array, as they lie in memory.
 
     Raises:
         Refused: If they are only part of an array, which a kernel would have to copy.
     """
+    at = _whole(find, name, 4)
+    groups = (() if i is None else (i,) for i in at)
+    alg = find.algebra
+    return operand(alg.of_atom(alg.atom("leaf", name, at)), *groups)
+
+
+def pool_without_heads(find: Finder, name: int) -> Operand:
+    """Returns the same of an array whose axis of heads is absent, or has size 1.
+
+    Raises:
+        Refused: As `pool`.
+    """
+    shape, alg = find.graph.shape(name), find.algebra
+    at = _whole(find, name, 3 + (len(shape) == 4 and 1 in shape[1:3]))
+    kept = [i for k, i in enumerate(at) if shape[k] > 1 or k not in (1, 2)]
+    groups = (() if i is None else (i,) for i in kept)
+    return operand(alg.of_atom(alg.atom("leaf", name, at)), *groups)
+
+
+def _whole(find: Finder, name: int, rank: int) -> tuple[Index, ...]:
     alg, shape = find.algebra, find.graph.shape(name)
     node = find.graph.node_of(name)
     cut = node is not None and node.prim in LAYOUT_PRIMITIVES
-    if cut or len(shape) != 4 or name in find.steps:
+    if cut or len(shape) != rank or name in find.steps:
         text = "the pages are a slice of an array, which a kernel would copy first"
         raise Refused("pages", text, score=0.5)
-    at = tuple(alg.new_index(n) for n in shape)
-    groups = (() if i is None else (i,) for i in at)
-    return operand(alg.of_atom(alg.atom("leaf", name, at)), *groups)
+    return tuple(alg.new_index(n) for n in shape)
 
 
 PATTERN = ReaderPattern(

@@ -133,7 +133,8 @@ def _require_dominant_fills(softmax: Softmax) -> Set[str]:
     bias = softmax.bias
     fills = [abs(f) for f in softmax.ev.fills if math.isfinite(f)]
     if fills and min(fills) < MODERATE:
-        raise Refused("rows", f"a mask of {-min(fills):g} is only a bias", score=0.7)
+        text = f"a mask that adds {-min(fills):g} is only a bias: it may not hide keys"
+        raise Refused("rows", text, score=0.7)
     if softmax.kept == TRUE or not bias or not fills:
         return frozenset()
     largest_number = max(abs(c) for c in bias.values())

@@ -146,9 +146,10 @@ def softmax_parts(
         if not soft:
             _refuse_several(alg, form)
         near = any(_is_quotient(alg, mono) for _, mono in form)
+        text = f"the result is a sum of {len(form)} terms"
         raise Refused(
             "terms",
-            f"the result is a sum of {len(form)} terms",
+            f"{text}, and only one is a softmax times values" if near else text,
             score=0.3 if near else 0.2,  # a loss or its gradient looks like this
             difference=alg.show(form),
         )
@@ -180,8 +181,13 @@ def _refuse_several(alg: Algebra, form: Poly) -> None:
 
     Raises:
         Refused: If a term is a weighed sum divided by its total, and all others are
-            sums with some array of that one, as its values are.
+            sums with some array of that one, as its values are. Also if the weights
+            are divided by their sum once more.
     """
+    below = {a for _, mono in form for a, e in mono if e == -1}
+    if any(near_misses.divided_again(alg, a) for a in below):
+        text = "the weights of a softmax are divided by a sum of them again"
+        raise Refused("terms", text, difference=alg.show(form), score=0.5)
     sums = [[a for a, e in mono if e == 1 and alg.kind(a) == "sum"] for _, mono in form]
     divided = [any(e == -1 for _, e in mono) for _, mono in form]
     weighed = [{alg.defs[x][1] for x in _factors(alg, s, "leaf")} for s in sums]

@@ -7,90 +7,84 @@ keeps that.
 
 from __future__ import annotations
 
-from rewriter.algebra.canonicalize import values_named
 from rewriter.algebra.normal_form import FALSE, TRUE, Monomial, Poly
 from rewriter.find.reading import Refused
-from rewriter.patterns.attention.exponents import exponents_of
+from rewriter.patterns.attention.exponents import all_exponents_of
 from rewriter.patterns.attention.rows import MODERATE
 from rewriter.patterns.attention.softmax import Softmax
-from rewriter.program.counted_loops import LOOPS
+from rewriter.patterns.hidden_keys import hides_keys
+from rewriter.patterns.shifts import (
+    Member,
+    Row,
+    distinct,
+    is_reached,
+    shifted_by_maximum,
+    vanishes,
+)
 from rewriter.support.assumptions import FINITE
 
-MAXIMA = frozenset({"reduce_max", "max", "cummax"})
 BOUNDED = 80.0
 """Numbers up to here have exponentials far from the ends of float32."""
 
-WALK = 300
 ADVICE = f"use jax.nn.softmax; or, if nothing overflows, assume=({FINITE!r},)"
+OTHER = (
+    "exponentials are shifted by something else than their maximum, and may overflow"
+)
+VANISH = (
+    "the maximum that is subtracted is not that of the keys that a row sees, and "
+    "exponentials may vanish"
+)
 
 
 def read_unshifted(softmax: Softmax) -> str | None:
     """Returns the dtype of exponentials without a maximum; None if none overflow.
 
     Raises:
-        Refused: If they are shifted by something else.
+        Refused: If they are shifted by something else than their row's maximum.
     """
-    found = {
-        str(softmax.ev.g.dtype(value))
-        for value, form in exponents_of(softmax)
-        if not _has_a_maximum(softmax, form)
-    }
-    if not found or FINITE in softmax.find.assumed or _is_bounded(softmax):
+    if FINITE in softmax.find.assumed:
+        return None
+    row = Row(softmax.ev, softmax.parts.sink)
+    products = {n.outs[0] for n, _ in softmax.products}
+    plain: set[str] = set()
+    bases: list[Poly] = []
+    among: list[Member] = []
+    for value, forms in all_exponents_of(softmax):
+        if vanishes(softmax.ev, softmax.ev.g.node_of(value)):
+            continue
+        found = [shifted_by_maximum(row, p) for p in distinct(row, forms)]
+        if all(found):
+            bases += [x.base for x in found]
+            among += [m for x in found for m in x.among]
+            if not _is_bounded(softmax, 2) and hides_keys(softmax.ev, value, products):
+                raise _refused(VANISH)
+        elif all(_is_unshifted(softmax, p) for p in forms):
+            plain.add(str(softmax.ev.g.dtype(value)))
+        else:
+            raise _refused(OTHER)
+    if not all(is_reached(row, m, bases) for m in among):
+        raise _refused(VANISH)
+    if not plain or _is_bounded(softmax):
         return None
     if softmax.parts.drop_flag != TRUE:
-        raise Refused(
-            "rows",
-            "a jnp.where after the softmax may leave out weights that overflow",
-            score=0.8,
-            suggestion=ADVICE,
+        raise _refused(
+            "a jnp.where after the softmax may leave out weights that overflow"
         )
-    plain = all(_is_unshifted(softmax, form) for _, form in exponents_of(softmax))
-    if len(found) > 1 or not plain:
-        raise Refused(
-            "rows",
-            "exponentials are shifted by something else than their maximum, and may "
-            "overflow",
-            score=0.8,
-            suggestion=ADVICE,
+    if len(plain) > 1 or bases:
+        raise _refused(
+            "some exponentials are taken without their maximum, and may overflow"
         )
-    return found.pop()
+    return plain.pop()
 
 
-def _has_a_maximum(softmax: Softmax, form: Poly) -> bool:
-    """Whether a row's maximum, or a logarithm of a sum, is subtracted."""
-    alg, ev = softmax.alg, softmax.ev
-    row = {i for i in alg.ids(form) & ev.outer if alg.sizes[i] != 1}
-    for flag, mono in form:
-        if not row <= alg.term_ids(flag, mono):
-            continue  # the maximum of several rows: all exponentials of one may vanish
-        if any(alg.kind(a) == "log" for a, _ in mono):
-            return True
-        for leaf in set().union(*(alg.leaves(a) for a, _ in mono)):
-            values = values_named(alg.defs[leaf][1])
-            if any(not ev.is_side(v) and _is_maximum(softmax, v) for v in values):
-                return True
-    return False
+def _refused(text: str) -> Refused:
+    return Refused("rows", text, score=0.8, suggestion=ADVICE)
 
 
-def _is_maximum(softmax: Softmax, value: int) -> bool:
-    """Whether a value of the scores is computed from a maximum, perhaps by a loop."""
-    graph, seen, queue = softmax.ev.g, {value}, [value]
-    while queue and len(seen) < WALK:
-        current = queue.pop(0)
-        node = graph.node_of(current)
-        if node is None or node.prim in MAXIMA | LOOPS:
-            return True
-        if current not in softmax.scores:
-            new = [v for v in node.ins if v not in seen and not softmax.ev.is_side(v)]
-            seen.update(new)
-            queue += new
-    return False
-
-
-def _is_bounded(softmax: Softmax) -> bool:
-    """Whether a soft cap keeps all exponents small."""
+def _is_bounded(softmax: Softmax, times: int = 1) -> bool:
+    """Whether a soft cap keeps some multiple of all scores small."""
     caps = [x.softcap for x in softmax.qk]
-    return not softmax.bias and all(cap and cap <= BOUNDED for cap in caps)
+    return not softmax.bias and all(cap and times * cap <= BOUNDED for cap in caps)
 
 
 def _is_unshifted(softmax: Softmax, form: Poly) -> bool:

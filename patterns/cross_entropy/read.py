@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.algebra.canonicalize import LOCAL, is_pick, values_named
-from rewriter.algebra.canonicalize.constants import affine_constant
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
@@ -30,6 +29,7 @@ from rewriter.patterns.cross_entropy.form import loss_of
 from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
 from rewriter.patterns.cross_entropy.logits_readers import reader_of
 from rewriter.patterns.cross_entropy.shift import EXPONENTIALS, nan_at, require_shifted
+from rewriter.program.constant_tables import affine_constant
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
 
@@ -173,7 +173,7 @@ def _read(
     form, args = split_digits(find.algebra, ev.poly(value, args), args)
     loss = loss_of(find.algebra, form, args)
     find.require_proved(ev)
-    require_shifted(find, anchor, loss)
+    require_shifted(find, ev, anchor, loss)
     params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
     made_of = [find.graph.node_of(v).ins for v in (*above.picks, *above.sums)]
     values = [value, *itertools.chain(*made_of)]

@@ -11,15 +11,22 @@ is infinite. What a program does is computed with its own equations of the maxim
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
 
 from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
-from rewriter.find.finder import Finder
+from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import Refused
 from rewriter.patterns.cross_entropy.form import Loss
+from rewriter.patterns.hidden_keys import hides_keys
+from rewriter.patterns.shifts import (
+    Row,
+    distinct,
+    is_reached,
+    shifted_by_maximum,
+    vanishes,
+)
 from rewriter.program.graph import Node
 from rewriter.program.numeric import NUMERIC
 from rewriter.program.walk import equations_above
@@ -41,32 +48,50 @@ SAME = (
 )
 """Primitives that keep each number, but for rounding."""
 
+OTHER = "exponentials are taken without the maximum of their row, and may overflow"
+VANISH = (
+    "the maximum that is subtracted is not that of the classes that are summed, and "
+    "exponentials may vanish"
+)
 ADVICE = f"use jax.nn.logsumexp; or, if nothing overflows, assume=({FINITE!r},)"
 
 
-def require_shifted(find: Finder, anchor: Node, loss: Loss) -> None:
-    """Refuses exponentials that may overflow in the program.
+def require_shifted(
+    find: Finder, ev: RegionEvaluator, anchor: Node, loss: Loss
+) -> None:
+    """Refuses exponentials that may overflow in the program, or all vanish.
 
     Args:
         find: The search.
+        ev: What made the form of the loss.
         anchor: The logarithm.
         loss: What was read around it.
 
     Raises:
-        Refused: If no maximum over each row is subtracted, and nothing bounds logits.
+        Refused: If the maximum of each row is not subtracted, and nothing bounds
+            logits.
     """
-    if FINITE in find.assumed or 0 < loss.soft_cap <= BOUNDED:
+    if FINITE in find.assumed or 0 < loss.soft_cap <= BOUNDED / 2:
         return
-    rows = [n for n in find.graph.shape(anchor.outs[0]) if n != 1]
+    ev.outer = frozenset(loss.rows)
+    bounded = 0 < loss.soft_cap <= BOUNDED
+    row, bases, among = Row(ev), [], []
     for node in find.regions.above(anchor.ins[0], EXPONENTIALS):
-        if not any(_is_of_rows(find, m, rows) for m in _maxima(find, node)):
-            raise Refused(
-                "rows",
-                "exponentials are taken without the maximum of their row, and may "
-                "overflow",
-                score=0.8,
-                suggestion=ADVICE,
-            )
+        forms = [p for (v, _, _), p in ev.memo.items() if v == node.ins[0]]
+        found = [shifted_by_maximum(row, p) for p in distinct(row, forms)]
+        if all(found) and found:
+            bases += [x.base for x in found]
+            among += [m for x in found for m in x.among]
+        elif not vanishes(ev, node) and not (bounded and not any(found)):
+            raise _refused(OTHER)
+        if bases and hides_keys(ev, node.outs[0]):
+            raise _refused(VANISH)
+    if not all(is_reached(row, m, bases) for m in among):
+        raise _refused(VANISH)
+
+
+def _refused(text: str) -> Refused:
+    return Refused("rows", text, score=0.8, suggestion=ADVICE)
 
 
 def _maxima(find: Finder, node: Node) -> list[Node]:
@@ -151,9 +176,3 @@ def _chosen(which: float, cases: list[float], number: float) -> float:
     if not np.isnan(which):
         return cases[int(which)]
     return number if number in cases else cases[0]
-
-
-def _is_of_rows(find: Finder, node: Node, rows: list[int]) -> bool:
-    """Whether a maximum is one over each row; heads may come in another order."""
-    own = Counter(n for n in find.graph.shape(node.outs[0]) if n != 1)
-    return own == Counter(rows)

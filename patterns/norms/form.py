@@ -107,5 +107,6 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
                 outer = all(at[k] == inner[k] for k in range(len(at)) if k not in axes)
                 if outer and all(isinstance(at[k], int) for k in axes):
                     return axes, at
-    text = "the root is of another part of x than the result, as that of a group norm"
+    text = "the root is of another array than it divides, or of another part of it, as "
+    text += "that of a group norm"
     raise Refused("axes", text, score=0.4)

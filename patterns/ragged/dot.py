@@ -61,7 +61,7 @@ def read(find: Finder, node: Node) -> Reading:
     """
     g, alg, value = find.graph, find.algebra, node.outs[0]
     if len(node.ins) != 3 or node.params.get("group_offset") is not None:
-        raise Refused("offset", "a group offset", score=0.9)
+        raise Refused("offset", "the groups begin at a group_offset", score=0.9)
     contracting, left, right = roles(find, node)
     _require_countable(find, node, left.index("k0" if contracting else "m0"))
     ev = find.evaluator(value, inside=frozenset({value}))

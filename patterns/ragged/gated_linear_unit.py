@@ -168,7 +168,7 @@ def _operands(find: Finder, dot: Node) -> tuple[int, int, int]:
         Refused: If it is another kind of ragged dot.
     """
     if len(dot.ins) != 3 or dot.params.get("group_offset") is not None:
-        raise Refused("offset", "a group offset", score=0.2)
+        raise Refused("offset", "the groups begin at a group_offset", score=0.2)
     if roles(find, dot) != ROWS_BY_MATRICES:
         raise Refused("dimensions", "no ragged dot of rows by matrices", score=0.2)
     x, w, sizes = dot.ins

@@ -58,8 +58,8 @@ def without_mesh() -> Any:
 def in_mesh_of(avals: Sequence[Any]) -> Any:
     """A context whose mesh is the one that values of these types are in.
 
-    JAX lowers an equation in the mesh of the code that made it, which may be around
-    the part of a program, as a `jax.shard_map`, in which the equation stands.
+    JAX lowers an equation in the mesh of the code that made it. That may be the mesh
+    around a `jax.shard_map`, while the equation stands inside of it.
     """
     meshes = (a.sharding.mesh for a in avals if hasattr(a, "sharding"))
     mine = next((m for m in meshes if not m.empty), None)

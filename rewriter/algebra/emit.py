@@ -129,30 +129,17 @@ class Emitter:
         d = self.alg.defs[atom]
         kind = d[0]
         if kind == "leaf":
-            x = self._leaf(atom, order)
-            return typed(x, self.dtype)
+            return typed(self._leaf(atom, order), self.dtype)
         if kind == "iota":
             return self._index(d[1], order).astype(self.dtype)
-        if kind == "exp":
-            return jnp.exp(self._sum({(TRUE, d[1]): 1.0}, order))
         if kind == "ind":
             return self._bool(d[1], order).astype(self.dtype)
-        if kind == "sum":
-            bound, flag, mono = self.alg.open_sum(atom)
-            x = self._sum({(flag, mono): 1.0}, order + bound)
-            shape = x.shape[: len(order)] + tuple(self.alg.sizes[i] for i in bound)
-            x = jnp.broadcast_to(x, shape)
-            return x.sum(tuple(range(len(order), x.ndim)))
-        polys = [self.alg.thaw(x) for x in d[1:] if isinstance(x, tuple)]
         if kind == "log":
-            return self._log(polys[0], order)
-        args = [self._sum(p, order) for p in polys]
-        if kind in ("pow", "val"):
-            return args[0]
+            return self._log(self.alg.thaw(d[1]), order)
+        if kind == "val":
+            return self._sum(self.alg.thaw(d[1]), order)
         if kind == "relu":
-            return jnp.maximum(args[0], 0)
-        if kind == "fn" and d[1] in _FUNCTIONS:
-            return _FUNCTIONS[d[1]](*args)
+            return jnp.maximum(self._sum(self.alg.thaw(d[1]), order), 0)
         raise OverBudget(f"no code for {kind}")
 
     def _log(self, p: Poly, order: list[int]) -> jax.Array:
@@ -274,16 +261,12 @@ class Emitter:
         if d[0] == "leaf":
             return self._leaf(atom, order)
         if d[0] in ("ge", "eq"):
-            p = self.alg.thaw(d[1])
-            if not d[2]:
-                x, y = self._sum(p, order), 0
-            else:
-                left, right = sides(self.alg, p)
-                last = right.get((TRUE, ()), 0.0) - 1
-                if d[0] == "ge" and last == jnp.iinfo(jnp.int32).max:
-                    right[TRUE, ()] = last  # 2^31 is no int32
-                    return self._integer(left, order) > self._integer(right, order)
-                x, y = self._integer(left, order), self._integer(right, order)
+            left, right = sides(self.alg, self.alg.thaw(d[1]))
+            last = right.get((TRUE, ()), 0.0) - 1
+            if d[0] == "ge" and last == jnp.iinfo(jnp.int32).max:
+                right[TRUE, ()] = last  # 2^31 is no int32
+                return self._integer(left, order) > self._integer(right, order)
+            x, y = self._integer(left, order), self._integer(right, order)
             return x >= y if d[0] == "ge" else x == y
         if d[0] == "any":
             bound, flag, _ = self.alg.open_sum(atom)
@@ -305,7 +288,7 @@ class Emitter:
             for a, e in mono:
                 x = self._integer_array(a, order, near)
                 if x is None or e != 1:
-                    return self._sum(p, order)
+                    raise OverBudget("a position that is no integer")
                 if near and self.alg.kind(a) != "relu":  # which has such inside
                     x = _near(x, near // max(1, abs(int(c))))
                 term = term * x
@@ -332,13 +315,12 @@ class Emitter:
             most, least = -least, -most
         info = jnp.iinfo(x.dtype)
         if most < info.min or least > info.max:
-            raise OverBudget("a position beyond all others")
+            raise OverBudget("a position is beyond the range of its integers")
         x = jnp.maximum(x, x.dtype.type(least)) if least > info.min else x
         x = jnp.minimum(x, x.dtype.type(most)) if most < info.max else x
-        shift = jnp.asarray(int(c), jnp.int32)
         if abs(int(c)) > jnp.iinfo(jnp.int32).max:
             raise OverBudget("a number that no position is compared with")
-        return sign * x.astype(jnp.int32) + shift
+        return sign * x.astype(jnp.int32) + jnp.asarray(int(c), jnp.int32)
 
     def _integer_array(
         self, atom: int, order: list[int], near: int
@@ -348,25 +330,14 @@ class Emitter:
         if d[0] == "iota":
             return self._index(d[1], order)
         x: jax.Array | None = None
+        if d[0] == "ind":
+            return self._bool(d[1], order).astype(jnp.int32)
         if d[0] == "leaf":
             x = self._leaf(atom, order)
-        elif d[0] == "sum":
-            x = self._integer_sum(atom, order)
-        elif d[0] == "fn" and d[1] in _INTEGER:
-            parts = [self._integer(self.alg.thaw(q), order) for q in d[2:]]
-            if all(jnp.issubdtype(q.dtype, jnp.integer) for q in parts):
-                x = _INTEGER[d[1]](*parts)
+            x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
         elif d[0] == "relu" and all(c == int(c) for _, c in d[1]):
             x = jnp.maximum(self._integer(self.alg.thaw(d[1]), order, near), 0)
         return x if x is None or jnp.issubdtype(x.dtype, jnp.integer) else None
-
-    def _integer_sum(self, atom: int, order: list[int]) -> jax.Array | None:
-        bound, flag, mono = self.alg.open_sum(atom)
-        x = self._integer({(flag, mono): 1.0}, order + bound)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            return None
-        shape = x.shape[: len(order)] + tuple(self.alg.sizes[i] for i in bound)
-        return jnp.broadcast_to(x, shape).sum(tuple(range(len(order), len(shape))))
 
 
 def sides(alg: Algebra, p: Poly) -> tuple[Poly, Poly]:
@@ -386,6 +357,9 @@ def sides(alg: Algebra, p: Poly) -> tuple[Poly, Poly]:
         found[right][term] = -c if right else c
     return found
 
+
+KINDS = frozenset({"leaf", "iota", "ind", "relu", "val", "log", "ge", "eq", "any"})
+"""The kinds of atoms that there is code for; `rewriter.find.recomputable` says why."""
 
 FAR = 1 << 28
 """Beyond all positions: twice that and more is still an int32."""
@@ -409,23 +383,3 @@ def _power(x: jax.Array, e: Any) -> jax.Array:
     if float(e) == -0.5:
         return jax.lax.rsqrt(x)
     return x ** float(e)
-
-
-_INTEGER = {
-    "floor_divide": jnp.floor_divide,
-    "remainder": jnp.remainder,
-    "idiv": lambda a, b: jax.lax.div(*jnp.broadcast_arrays(a, b)),
-    "rem": lambda a, b: jax.lax.rem(*jnp.broadcast_arrays(a, b)),
-    "sign": jnp.sign,
-}
-_FUNCTIONS = {
-    "erf": jax.scipy.special.erf,
-    "sin": jnp.sin,
-    "cos": jnp.cos,
-    "sign": jnp.sign,
-    "trunc": lambda a: a.astype(jnp.int32).astype(a.dtype),
-    "idiv": lambda a, b: jnp.trunc(a / b),
-    "rem": lambda a, b: jax.lax.rem(*jnp.broadcast_arrays(a, b)),
-    "floor_divide": lambda a, b: jnp.floor(a / b),
-    "remainder": lambda a, b: a - b * jnp.floor(a / b),
-}

@@ -156,6 +156,34 @@ def same_cone(
     return leaves, frozenset(matched.values()).difference(leaves.values())
 
 
+def same_makers(graph: Graph, known: int, value: int) -> bool:
+    """Whether two values are made by equal equations, down to the program's inputs."""
+    matched, stack = {known: value}, [(known, value)]
+    while stack:
+        a, b = stack.pop()
+        if a == b:
+            continue
+        first, second = graph.producer.get(a), graph.producer.get(b)
+        if first is None and second is None:
+            x, y = graph.constants.get(a), graph.constants.get(b)
+            if x is None and y is None and graph.avals[a] == graph.avals[b]:
+                continue
+            return False
+        if first is None or second is None:
+            return False
+        (m, i), (n, j) = first, second
+        if (i, m.prim, m.signature) != (j, n.prim, n.signature):
+            return False
+        for p, q in zip(m.ins, n.ins, strict=True):
+            if p not in matched:
+                stack.append((p, q))
+            if matched.setdefault(p, q) != q:
+                return False
+        if len(matched) > CONE_LIMIT:
+            return False
+    return True
+
+
 def _closed(graph: Graph, value: int, leaves: frozenset[int]) -> bool:
     """Whether a shared value is computed without the leaves."""
     seen, stack = {value}, [value]

@@ -12,12 +12,15 @@ A new input is no larger than the mask, or it is small, or it is an argument of 
 program, which is in memory anyway. It holds integers or booleans, or floats of at most
 two axes, such as the slopes of heads or a number for each key. Or it is an array whose
 blocks, stacked by a loop, the body has: its gradient is then of the array.
+
+A checkpoint may save the scores of each block. Its recomputation then has no keys, but
+the loop of its gradients has. So it may ask for what loops beside it read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +86,42 @@ def body_inputs(
                 found[value] = BodyInput(
                     _jax.new_var(graph.avals[value]), outside, spec
                 )
+    for value in _cut_before(graph, scope):
+        asked = value in found or value in scope.first_var
+        if not asked and value in defined and defined[value][0] < call:
+            found[value] = BodyInput(_jax.new_var(graph.avals[value]), value)
     return found
+
+
+def _cut_before(graph: Graph, scope: Scope) -> list[int]:
+    """What a recomputation's blocks are cut out of, also those of loops beside it."""
+    if not scope.runs_again or scope.parent is None:
+        return []
+    inside = (bodies[0] for bodies in scope.children.values())
+    if scope.kind == "remat" and any(body.kind == "scan" for body in inside):
+        given = [v for v, (at, _) in scope.first_var.items() if at < 0]
+        return [v for whole in given for v in _cut_out_of(graph, whole)]
+    found: dict[int, None] = {}
+    beside = scope.parent.children.items() if scope.kind == "scan" else ()
+    for position, (other, *_) in beside:
+        if other.kind != "scan" or other is scope:
+            continue
+        eqn = scope.parent.jaxpr.eqns[position]
+        for atom in eqn.invars:
+            value = graph.read(scope.parent, atom)
+            found |= dict.fromkeys((value, *_cut_out_of(graph, value)))
+    return [v for v in found if v not in graph.constants]
+
+
+def _cut_out_of(graph: Graph, value: int) -> Iterator[int]:
+    """The arrays of which a value is a layout or a stack of blocks, nearest first."""
+    array: int | None = value
+    while array is not None:
+        node = graph.node_of(array)
+        moved = node is not None and node.prim in MOVING
+        array = node.ins[0] if moved else sliced(graph, array, MOVING)
+        if array is not None:
+            yield array
 
 
 NONE = None, None

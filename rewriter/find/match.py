@@ -15,7 +15,7 @@ from jax.extend.core import InconclusiveDimensionOperation
 from rewriter.algebra.canonicalize import interval, within
 from rewriter.algebra.normal_form import Algebra
 from rewriter.algebra.template import Step as Way
-from rewriter.algebra.template import Template, apply, template, way
+from rewriter.algebra.template import Template, apply, same_makers, template, way
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
 from rewriter.find.nested import (
@@ -415,6 +415,8 @@ def _instances(find, pattern, anchor, applied, memory) -> list[Match] | None:
         first, pairs = known.source, tuple(leaves.items())
         if not _as_bounded(find, first.reading, leaves):
             return None
+        if not _made_alike(find, leaves):
+            return None
         read = first.reading, first.spec, value, pairs, inner
         memory.covered.setdefault(pattern.name, set()).update(inner)
         matches.append(_match(find, pattern, anchor, *read, matches))
@@ -430,6 +432,28 @@ def _as_bounded(find: Finder, reading: Reading, leaves: Mapping[int, int]) -> bo
         or within(interval(find.graph, value), known[name])
         for name, value in leaves.items()
     )
+
+
+def _made_alike(find: Finder, leaves: Mapping[int, int]) -> bool:
+    """Whether what a reading found above its leaves also holds for those here.
+
+    Such facts are what a mask leaves of a row, how large numbers in a bias are, and
+    the least length.
+    """
+    graph = find.graph
+    for known, value in leaves.items():
+        if known == value:
+            continue
+        dtype = graph.dtype(known)
+        alike = not jnp.issubdtype(dtype, jnp.bool_) or same_makers(graph, known, value)
+        larger = jnp.issubdtype(dtype, jnp.floating) and (
+            find.largest_number(value) > find.largest_number(known)
+        )
+        scalar = jnp.issubdtype(dtype, jnp.integer) and graph.shape(value) == ()
+        smaller = scalar and find.least(value) < find.least(known)
+        if larger or smaller or not alike:
+            return False
+    return True
 
 
 def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:

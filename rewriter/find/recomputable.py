@@ -29,6 +29,17 @@ ALLOWED = {
 }
 """By kind of atom, why emitted code computes the same as the program."""
 
+AROUND = {
+    "layout": "transposes, reshapes, slices, broadcasts, reversals: the same numbers",
+    "gather": "a leaf at positions that are no slice; all are inside the array",
+    "join": "pieces that the program holds apart, one after the other",
+    "choose": "zero, or where it is named a fill, where the program's boolean says so",
+    "widen": "floats in float32 or wider; booleans and positions as integers: exact",
+    "clamp": "positions are compared with positions alone, all below 2^28: one beyond "
+    "that is replaced by 2^28, which compares alike",
+}
+"""What emitted code does around its atoms, each with the reason why it may."""
+
 
 def require_own(reading: Reading) -> None:
     """Refuses a reading whose operands would be computed from other real numbers.
@@ -58,6 +69,9 @@ def is_allowed(alg: Algebra, atom: int) -> bool:
     kind = alg.kind(atom)
     if kind in ("ge", "eq"):
         return bool(alg.defs[atom][2]) and _fits(alg, alg.thaw(alg.defs[atom][1]))
+    if kind == "relu":
+        leaves = alg.leaves(atom)
+        return all(alg.defs[leaf][1] in alg.integers for leaf in leaves)
     if kind == "log":
         inner = alg.thaw(alg.defs[atom][1])
         names = [alg.defs[a][1] for a in _of_form(alg, inner) if alg.kind(a) == "leaf"]

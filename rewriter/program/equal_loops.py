@@ -1,8 +1,8 @@
 """Finds loops that compute the same results, whatever else they stack.
 
 A checkpoint's recomputation runs a loop again, and stacks what its gradients read. So
-its equation differs from that of the first run. Its carries are the same. So is what a
-loop without carries stacks, such as the positions of blocks.
+its equation differs from that of the first run. Its carries are the same. So is what
+both stack, such as the positions of blocks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Loops:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys of loops' last carries, or of the stacks of loops without carries.
+    """Keys of loops' last carries, and of what they stack.
 
     Attributes:
         graph: The graph that they are in.
@@ -83,12 +83,14 @@ class _Keys:
         """What results of a scan are, as far as it is told, and which ones."""
         _, _, n_carry, length = _jax.scan_parts(eqn)
         how = length, bool(eqn.params["reverse"])
-        outs = self._outs(eqn, ins, n_carry or len(eqn.outvars))
-        if outs is None:
+        carried = self._outs(eqn, ins, n_carry)
+        if carried is None:
             return []
-        if n_carry:
-            return [((*how, outs), slice(0, n_carry))]
-        return [((*how, "each", x), slice(k, k + 1)) for k, x in enumerate(outs)]
+        found = [((*how, carried), slice(0, n_carry))] if n_carry else []
+        outs = self._outs(eqn, ins, len(eqn.outvars)) or ()
+        for k, x in enumerate(outs[n_carry:], n_carry):
+            found.append(((*how, carried, x), slice(k, k + 1)))
+        return found
 
     def _outs(self, eqn: Any, ins: Sequence[int], count: int) -> tuple[int, ...] | None:
         """The numbers of a scan's first carries after a step, and of what it stacks."""

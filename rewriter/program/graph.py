@@ -13,6 +13,7 @@ from typing import Any
 
 from rewriter import _jax
 from rewriter.program.inner_bodies import add_cond, add_scan, add_shard_map, add_while
+from rewriter.program.shard_places import devices_around
 from rewriter.program.signatures import ROUNDING
 from rewriter.program.values import Node as Node
 from rewriter.program.values import Scope, Values
@@ -73,6 +74,9 @@ class Graph(Values):
             if _jax.keeps_precision(eqn):  # a checkpoint saves the same value
                 return (ins[0],)
             signature = self.signatures.of_call(f"{name} {eqn.params}")
+            return self.merged(scope, position, eqn, ins, signature)
+        if name == "axis_index" and (mesh := devices_around(scope, eqn)) is not None:
+            signature = self.signatures.of_call((name, mesh, eqn.params["axis_name"]))
             return self.merged(scope, position, eqn, ins, signature)
         kind = _jax.call_kind(eqn)
         if kind == "call":

@@ -37,10 +37,45 @@ def add_scan(
     read = dict(zip(arrays, steps, strict=True))
     graph.step_reads.note(scope, eqn, read, outs, stacked)
     same = graph.loops.first(graph, eqn, ins, outs, scope.runs_again)
+    same = _with_saved_carries(graph, eqn, child, read, same)
     if same != outs:
         graph.producer[outs[-1]][0].outs = outs = same
     graph.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
     return outs
+
+
+def _with_saved_carries(
+    graph: Values, eqn: Any, body: Scope, read: dict[int, int], outs: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The results of a loop, where it only repeats the carries that another one saved.
+
+    A checkpoint that saves everything runs such a loop: each step returns the carry
+    that the first run stacked. So its last one is that of the first run.
+
+    Args:
+        graph: The graph.
+        eqn: The loop.
+        body: Its body.
+        read: The arrays that it reads step by step, to what it has of them.
+        outs: Its results.
+    """
+    inner, _, n_carry, length = _jax.scan_parts(eqn)
+    arrays, how = {step: v for v, step in read.items()}, (length, eqn.params["reverse"])
+    same = list(outs)
+    for k, var in enumerate(inner.outvars[:n_carry]):
+        array = arrays.get(graph.read(body, var))
+        first = None if array is None else graph.node_of(array)
+        if first is None or first.prim != "scan":
+            continue
+        other, _, n, its_length = _jax.scan_parts(first.eqn)
+        if how != (its_length, first.params["reverse"]):
+            continue
+        (its_body,) = first.scope.children[first.position]
+        after = [graph.read(its_body, v) for v in other.outvars]
+        saved = after[first.outs.index(array)]
+        if saved in after[:n]:
+            same[k] = first.outs[after.index(saved)]
+    return tuple(same)
 
 
 def _note_counter(graph: Values, body: Scope, at: int, k: int, first: int, length: Any):

@@ -157,8 +157,8 @@ def _kinds(mesh: Any) -> set[AxisType]:
 def _of_results(shardings: Any, traced: Traced) -> list[Any]:
     """Shardings given for the results, one for each leaf.
 
-    Only where they are given part by part is there a tree of stand-ins for leaves, the
-    same as ``jax.jit`` makes then: types may check what they are made of.
+    If they are given part by part, the tree of results is made with stand-ins for its
+    leaves. ``jax.jit`` uses the same ones, since a type may check what it is made of.
     """
     count = len(traced.out_avals)
     if _ends(shardings):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,6 @@ class Signatures:
         except TypeError:  # a parameter without a hash
             return numbers.setdefault(object(), -len(numbers) - 1)
 
-    def of_call(self, name: str) -> int:
-        """The number of a call that counts as one equation."""
+    def of_call(self, name: Hashable) -> int:
+        """The number of what counts as one equation, such as a call of a name."""
         return self.numbers.setdefault(name, len(self.numbers))

@@ -20,7 +20,7 @@ from rewriter.rewrite.plan import Site
 SITE = "rewriter_site"  # the name of the primitive that stands for an op
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 PLAIN = "#d8d8d8"
-BOX, GAP, ROW, PANEL = 176, 10, 46, 400  # pixels
+BOX, GAP, ROW, BETWEEN = 176, 10, 46, 30  # pixels
 SHOWN = 60  # boxes per side; beyond that, sites and their neighbours
 INSIDE = ("scan", "while", "cond")
 
@@ -58,18 +58,19 @@ def before_after(
     _number(both, wanted)
     _color_what_is_gone(*both)
     sides = [_near(boxes, index is not None) for boxes in both]
-    drawn, heights = zip(*(_panel(side) for side in sides), strict=True)
-    height, width = max(heights) + 40, 2 * PANEL + 40
+    drawn, widths, heights = zip(*(_panel(side) for side in sides), strict=True)
+    second = widths[0] + BETWEEN
+    height, width = max(heights) + 40, second + widths[1]
     titles = "".join(
         f"<text x='{x}' y='18' font-weight='bold'>{t}</text>"
-        for x, t in ((10, "before"), (PANEL + 40, "after"))
+        for x, t in ((GAP, "before"), (second + GAP, "after"))
     )
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
         f"viewBox='0 0 {width} {height}' font-family='system-ui' font-size='11'>"
         f"<rect width='{width}' height='{height}' rx='6' fill='#fff'/>{titles}"
         f"<g transform='translate(0,28)'>{drawn[0]}</g>"
-        f"<g transform='translate({PANEL + 30},28)'>{drawn[1]}</g></svg>"
+        f"<g transform='translate({second},28)'>{drawn[1]}</g></svg>"
     )
 
 
@@ -99,14 +100,17 @@ def _color(colors: Mapping[str, tuple[str, str]], where: str, site: Any) -> str:
 
 
 def _color_what_is_gone(before: Sequence[Box], after: Sequence[Box]) -> None:
-    """Gives lines that are left out, beside a coloured one, its colour."""
-    left = {box.where for box in after}
+    """Gives lines that lost equations the colour of the site beside them."""
+    left: dict[str, set[str]] = {}
+    for box in after:
+        left.setdefault(box.where, set()).update(box.ops)
     pairs = [(i, j) for i, box in enumerate(before) for j in box.after]
     colors = [box.color for box in before]
     for i, j in pairs:
         for one, other in ((i, j), (j, i)):
             box = before[one]
-            if box.color == PLAIN and box.where not in left:
+            gone = set(box.ops) - left.get(box.where, set())
+            if box.color == PLAIN and gone:
                 box.color = colors[other]
 
 
@@ -213,20 +217,23 @@ def _near(boxes: list[Box], only: bool) -> list[Box]:
 
 
 # ----------------------------------------------------------------- drawing
-def _panel(boxes: Sequence[Box]) -> tuple[str, int]:
+def _panel(boxes: Sequence[Box]) -> tuple[str, int, int]:
+    """One program: its drawing, and the width and height of it."""
     import networkx as nx
 
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(boxes)))
     graph.add_edges_from((j, i) for i, b in enumerate(boxes) for j in b.after)
     at: dict[int, tuple[int, int]] = {}
-    y = 0
+    y, columns = 0, 1
     for row in nx.topological_generations(graph):
         for k, i in enumerate(sorted(row)):
-            at[i] = (10 + (k % 2) * (BOX + GAP), y + (k // 2) * ROW)
+            at[i] = (GAP + (k % 2) * (BOX + GAP), y + (k // 2) * ROW)
+        columns = max(columns, min(len(row), 2))
         y += ROW * ((len(row) + 1) // 2)
     edges = "".join(_edge(at[j], at[i]) for j, i in graph.edges)
-    return edges + "".join(_box(b, *at[i]) for i, b in enumerate(boxes)), y
+    drawn = edges + "".join(_box(b, *at[i]) for i, b in enumerate(boxes))
+    return drawn, GAP + columns * (BOX + GAP), y
 
 
 def _edge(start: tuple[int, int], end: tuple[int, int]) -> str:

@@ -13,7 +13,6 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
-from rewriter.measure.measurement import time_text
 from rewriter.ops.device import of
 from rewriter.ops.registry import look_alikes, registry
 from rewriter.program.collectives import Collectives, collectives_of
@@ -32,12 +31,9 @@ from rewriter.reports.rows import (
     site_lines,
     widths_of,
 )
-from rewriter.rewrite.passes.aligned_products import Aligned
+from rewriter.rewrite.beside_sites import Change
 from rewriter.rewrite.passes.checkpoint_savings import Saved
-from rewriter.rewrite.passes.erfc_in_16_bits import Shortened
 from rewriter.rewrite.passes.flops import SITES
-from rewriter.rewrite.passes.recompute import Stacks
-from rewriter.rewrite.passes.recompute_activations import Recomputed
 from rewriter.rewrite.plan import Site
 from rewriter.support.sizes import size_text
 from rewriter.support.verdict import Reason
@@ -69,12 +65,9 @@ class Report:
         key: The key under which the whole program is measured; None if nothing was
             replaced.
         placement: Where its inputs are, if it runs on several devices.
-        stacks: Stacked bytes of loops, where they became fewer.
-        kept: Values saved for checkpoints, which they do not compute again.
+        changes: What passes changed beside the sites: each has the name of the pass as
+            ``by``, ``what`` it changed, and ``where``.
         offered: Further values that a larger `checkpoint_memory` would save.
-        recomputed: Activations that the backward pass computes again.
-        shortened: Functions of 16-bit numbers that take fewer operations.
-        aligned: Matrix products that were padded.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -96,12 +89,8 @@ class Report:
     after: ClosedJaxpr | None = field(default=None, repr=False)
     key: Key | None = field(default=None, repr=False)
     placement: Placement | None = field(default=None, repr=False)
-    stacks: tuple[Stacks, ...] = ()
-    kept: tuple[Saved, ...] = ()
+    changes: tuple[Change, ...] = ()
     offered: tuple[Saved, ...] = ()
-    recomputed: tuple[Recomputed, ...] = ()
-    shortened: tuple[Shortened, ...] = ()
-    aligned: tuple[Aligned, ...] = ()
 
     def counts(
         self, repeats: bool = True, backward: bool = False, replaced: bool = False
@@ -220,12 +209,8 @@ class Report:
             "sites": [{**asdict_site(s)} for s in self.sites],
             "misses": [asdict(m) for m in self.misses],
             "failures": [asdict(r) for r in self.failures],
-            "stacks": [asdict(s) for s in self.stacks],
-            "kept": [asdict(k) for k in self.kept],
+            "changes": [c.as_dict() for c in self.changes],
             "offered": [asdict(k) for k in self.offered],
-            "recomputed": [asdict(r) for r in self.recomputed],
-            "shortened": [asdict(s) for s in self.shortened],
-            "aligned": [asdict(a) for a in self.aligned],
             "seconds": dict(self.seconds),
         }
 
@@ -316,30 +301,16 @@ def _inside(program: Any) -> Iterator[str]:
 
 
 def _beside_sites(report: Report, widths: tuple[int, ...]) -> Iterator[str]:
-    """What was changed that is no site."""
-    for what, where in dict.fromkeys((k.what, k.where) for k in report.kept):
-        same = [k for k in report.kept if (k.what, k.where) == (what, where)]
-        yield row_text("✓", _kept_row(same), widths)
+    """What was changed that is no site; equal changes share a row."""
+    groups: dict[Any, list[Change]] = {}
+    for change in report.changes:
+        groups.setdefault((type(change), change.what, change.where), []).append(change)
+    for (kind, what, where), same in groups.items():
+        count, text, *more = kind.row(same)
+        yield row_text("✓", (what, count, where, text), widths)
+        yield from (f"     {line}" for line in more)
     if report.offered:
         yield f" = {_offer(report.offered)}"
-    for where in dict.fromkeys(a.where for a in report.aligned):
-        yield from _aligned_lines(where, report.aligned, widths)
-    for what, where in dict.fromkeys((r.what, r.where) for r in report.recomputed):
-        same = [r for r in report.recomputed if (r.what, r.where) == (what, where)]
-        yield row_text("✓", _recomputed_row(same), widths)
-    for what, where in dict.fromkeys((s.what, s.where) for s in report.shortened):
-        count = sum((s.what, s.where) == (what, where) for s in report.shortened)
-        text = "by fewer operations, exact to 16 bits"
-        yield row_text("✓", (what, f"×{count}", where, text), widths)
-    for stacks in report.stacks:
-        yield from _stacks_lines(stacks, widths)
-
-
-def _kept_row(same: Sequence[Saved]) -> tuple[str, str, str, str]:
-    flops, count = sum(k.flops for k in same), sum(k.turns for k in same)
-    memory = size_text(sum(k.bytes for k in same))
-    text = f"kept for gradients in {memory}: {flops / 1e12:.3g} TFLOP less"
-    return same[0].what, f"×{count}", same[0].where, text
 
 
 def _offer(offered: Sequence[Saved]) -> str:
@@ -349,32 +320,6 @@ def _offer(offered: Sequence[Saved]) -> str:
     text = f"checkpoints compute {flops / 1e12:.3g} TFLOP again; checkpoint_memory "
     text += f"keeps all of it in {size_text(memory)}"
     return text + (f", {best.what} in {size_text(first)}" if first < memory else "")
-
-
-def _aligned_lines(
-    where: str, aligned: Sequence[Aligned], widths: tuple[int, ...]
-) -> Iterator[str]:
-    same = [a for a in aligned if a.where == where]
-    sizes = dict.fromkeys(size for a in same for size in a.sizes)
-    text = "padded from " + ", ".join(f"{old} to {new}" for old, new in sizes)
-    yield row_text("✓", ("product", f"×{len(same)}", where, text), widths)
-    before, after = (time_text(1e6 * sum(getattr(a, n) for a in same))
-                     for n in ("before", "after"))  # fmt: skip
-    yield f"     estimated to take {after}, and {before} as written"
-
-
-def _recomputed_row(same: Sequence[Recomputed]) -> tuple[str, str, str, str]:
-    memory = size_text(sum(r.bytes for r in same))
-    text = f"{memory} not saved for gradients, but computed again"
-    return same[0].what, f"×{len(same)}", same[0].where, text
-
-
-def _stacks_lines(stacks: Stacks, widths: tuple[int, ...]) -> Iterator[str]:
-    head = "residuals", f"×{stacks.turns} in scan", stacks.where
-    after, before = size_text(stacks.after), size_text(stacks.before)
-    now = f"{after} stacked for gradients, not {before}"
-    yield row_text("✓", (*head, now), widths)
-    yield f"     {stacks.again} values of a turn are computed again where they are read"
 
 
 def _summary(report: Report) -> str:

@@ -9,11 +9,8 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
-from rewriter.rewrite.passes.aligned_products import Aligned
+from rewriter.rewrite.beside_sites import Change
 from rewriter.rewrite.passes.checkpoint_savings import Saved
-from rewriter.rewrite.passes.erfc_in_16_bits import Shortened
-from rewriter.rewrite.passes.recompute import Stacks
-from rewriter.rewrite.passes.recompute_activations import Recomputed
 from rewriter.rewrite.plan import Site
 from rewriter.rewrite.replacements import Pair
 from rewriter.support.verdict import Reason
@@ -31,13 +28,9 @@ class Rewritten:
         seconds: Stage name to seconds.
         key: The key under which the whole program is measured; None if nothing was
             replaced.
-        stacks: Stacked bytes of loops, where `recompute` made them fewer.
-        kept: Values saved for checkpoints, which they do not compute again.
-        offered: Further values that could be saved for them.
+        changes: What passes changed beside the sites.
+        offered: Further values that could be saved for checkpoints.
         pairs: Each kind of site as written and replaced, if the two are compared.
-        recomputed: Activations that the backward pass computes again.
-        shortened: Functions of 16-bit numbers that take fewer operations.
-        aligned: Matrix products that were padded.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -46,10 +39,6 @@ class Rewritten:
     failures: tuple[Reason, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     key: Key | None = None
-    stacks: tuple[Stacks, ...] = ()
-    kept: tuple[Saved, ...] = ()
+    changes: tuple[Change, ...] = ()
     offered: tuple[Saved, ...] = ()
     pairs: tuple[Pair, ...] = ()
-    recomputed: tuple[Recomputed, ...] = ()
-    shortened: tuple[Shortened, ...] = ()
-    aligned: tuple[Aligned, ...] = ()

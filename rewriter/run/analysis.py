@@ -272,12 +272,8 @@ def analyze(
         after=rewritten.closed_jaxpr,
         key=rewritten.key,
         placement=placement if isinstance(placement, Placement) else None,
-        stacks=rewritten.stacks,
-        kept=rewritten.kept,
+        changes=rewritten.changes,
         offered=rewritten.offered,
-        recomputed=rewritten.recomputed,
-        shortened=rewritten.shortened,
-        aligned=rewritten.aligned,
     )
     _log(report)
     if config.require is not None:

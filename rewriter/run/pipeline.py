@@ -15,24 +15,33 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.choose.composite import composites, elementary
-from rewriter.choose.planner import target_of, tasks_of
+from rewriter.choose.planner import tasks_of
 from rewriter.config import Config
 from rewriter.errors import RewriterError
 from rewriter.find.sieve import primitives
 from rewriter.measure.programs import Task
-from rewriter.ops import unaligned
 from rewriter.program import fold
 from rewriter.program.propagation import Placement
+from rewriter.rewrite.passes import (
+    aligned_products,
+    erfc_in_16_bits,
+    recompute,
+    recompute_activations,
+)
 from rewriter.rewrite.rewritten import Rewritten
 from rewriter.rewrite.unfold import TurnsDiffer
 from rewriter.run import steps
 from rewriter.run.program import Pass, Program
+from rewriter.run.steps import beside_sites
 from rewriter.run.validate import validate
 from rewriter.site.facts import Facts
 from rewriter.support import promotion
 from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.passes")
+
+SPLIT = frozenset({"dynamic_slice", "shard_map"})
+"""Primitives that read parts of masks."""
 
 PREPARE = (
     # Prepare: programs that compute the same get the same equations.
@@ -50,9 +59,15 @@ PREPARE = (
         optional=True,
     ),
     Pass(
+        "masks_in_shards",
+        steps.make_masks_in_shards,
+        lambda p: bool(p.patterns) and not p.primitives.isdisjoint(SPLIT),
+        optional=True,
+    ),
+    Pass(
         "joined_losses",
         steps.join_terms_of_losses,
-        lambda p: p.has_losses and p.config.numerics != "strict",
+        lambda p: p.has_losses and not p.strict,
         optional=True,
     ),
     Pass("sums_of_rows", steps.sum_rows_first, lambda p: p.has_losses),
@@ -109,37 +124,17 @@ PASSES = (
         optional=True,
     ),
     Pass("checkpoint_policies", steps.keep_checkpoint_policies, lambda p: p.replaced),
-    Pass(
-        "recompute", steps.recompute_stacked_values, lambda p: p.replaced, optional=True
-    ),
-    Pass(
-        "recompute_activations",
-        steps.recompute_saved_activations,
-        lambda p: p.replaced,
-        optional=True,
-    ),
-    Pass(
-        "erfc_in_16_bits",
-        steps.shorten_functions,
-        lambda p: p.replaced and p.config.numerics != "strict",
-        optional=True,
-    ),
+    beside_sites(recompute.PASS, lambda p: p.replaced),
+    beside_sites(recompute_activations.PASS, lambda p: p.replaced),
+    beside_sites(erfc_in_16_bits.PASS, lambda p: p.replaced and not p.strict),
     Pass(
         "packed_operands",
         steps.pass_packed_operands,
         lambda p: p.changed,
         optional=True,
     ),
-    Pass(
-        "aligned_products",
-        steps.align_products,
-        lambda p: (
-            not p.spread
-            and p.config.numerics != "strict"
-            and target_of(p.config).platform in unaligned.PLATFORMS
-        ),
-        optional=True,
-        alone=True,
+    beside_sites(
+        aligned_products.PASS, lambda p: not (p.spread or p.strict), alone=True
     ),
 )
 """The passes in the order in which they run."""
@@ -191,13 +186,9 @@ def _rewritten(
         program.failures,
         clock.seconds,
         program.plan.key,
-        program.stacks,
-        program.kept,
+        program.changes,
         program.offered,
         program.pairs,
-        program.recomputed,
-        program.shortened,
-        program.aligned,
     )
 
 
@@ -209,7 +200,7 @@ def _without_patterns(program: Program, clock: _Clock) -> Rewritten:
     if not program.changed:
         return Rewritten(program.original)
     return Rewritten(
-        program.closed_jaxpr, seconds=clock.seconds, aligned=program.aligned
+        program.closed_jaxpr, seconds=clock.seconds, changes=program.changes
     )
 
 

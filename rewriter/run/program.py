@@ -14,12 +14,9 @@ from rewriter.find.match import Found, Match, Reason
 from rewriter.find.region import Regions
 from rewriter.program.fold import Folded
 from rewriter.program.propagation import Placement
+from rewriter.rewrite.beside_sites import Change
 from rewriter.rewrite.origins import Origins
-from rewriter.rewrite.passes.aligned_products import Aligned
 from rewriter.rewrite.passes.checkpoint_savings import Saved
-from rewriter.rewrite.passes.erfc_in_16_bits import Shortened
-from rewriter.rewrite.passes.recompute import Stacks
-from rewriter.rewrite.passes.recompute_activations import Recomputed
 from rewriter.rewrite.replacements import Pair
 from rewriter.site.facts import Facts
 
@@ -47,12 +44,8 @@ class Program:
         plan: The sites, and the splices that replace them.
         origins: Where the equations of the program come from.
         pairs: Each kind of site as written and replaced, if the two are compared.
-        kept: Values saved for checkpoints, which they do not compute again.
-        offered: Further values that could be saved for them.
-        stacks: Stacked bytes of loops, where `recompute` made them fewer.
-        recomputed: Activations that the backward pass computes again.
-        shortened: Functions of 16-bit numbers that take fewer operations.
-        aligned: Matrix products that were padded.
+        changes: What passes changed beside the sites.
+        offered: Further values that could be saved for checkpoints.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -72,12 +65,8 @@ class Program:
     plan: Plan = field(default_factory=Plan)
     origins: Origins | None = None
     pairs: tuple[Pair, ...] = ()
-    kept: tuple[Saved, ...] = ()
+    changes: tuple[Change, ...] = ()
     offered: tuple[Saved, ...] = ()
-    stacks: tuple[Stacks, ...] = ()
-    recomputed: tuple[Recomputed, ...] = ()
-    shortened: tuple[Shortened, ...] = ()
-    aligned: tuple[Aligned, ...] = ()
 
     @property
     def has_losses(self) -> bool:
@@ -98,12 +87,17 @@ class Program:
     @property
     def changed(self) -> bool:
         """Whether the program differs from the original at all."""
-        return self.replaced or bool(self.kept) or bool(self.aligned)
+        return self.replaced or bool(self.changes)
 
     @property
     def spread(self) -> bool:
         """Whether the program runs on more than one device."""
         return self.placement is not None
+
+    @property
+    def strict(self) -> bool:
+        """Whether numbers may not change beyond what kernels round."""
+        return self.config.numerics == "strict"
 
     @property
     def compared(self) -> bool:

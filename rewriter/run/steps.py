@@ -25,26 +25,23 @@ from rewriter.gradients.search import search_gradients
 from rewriter.program.equal_constants import once
 from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
-from rewriter.program.prepare import masks_in_loops, sums_of_rows
+from rewriter.program.prepare import masks_in_loops, masks_in_shards, sums_of_rows
 from rewriter.program.prepare.joined_losses import join
 from rewriter.program.prepare.platform_branches import settle
 from rewriter.rewrite import replace as splicing
+from rewriter.rewrite.beside_sites import BodyPass
 from rewriter.rewrite.locate import located
-from rewriter.rewrite.passes.aligned_products import align
 from rewriter.rewrite.passes.checkpoint_policies import keep_policies
 from rewriter.rewrite.passes.checkpoint_savings import save, unspent
-from rewriter.rewrite.passes.erfc_in_16_bits import shorten_erfc
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
 from rewriter.rewrite.passes.gradients_with_results import compute_together
 from rewriter.rewrite.passes.joined_gradients import join_gradients
 from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.packed_operands import use_packed_operands
-from rewriter.rewrite.passes.recompute import recompute_stacked
-from rewriter.rewrite.passes.recompute_activations import recompute_activations
 from rewriter.rewrite.replacements import pairs_of
 from rewriter.rewrite.splice import Splice
 from rewriter.rewrite.unfold import TurnsDiffer, unfold
-from rewriter.run.program import Program
+from rewriter.run.program import Pass, Program
 from rewriter.site.facts import Facts
 from rewriter.support.failing import failing
 from rewriter.support.verdict import Reason
@@ -72,6 +69,12 @@ def merge_equal_constants(program: Program) -> Program:
 def compute_masks_in_loops(program: Program) -> Program:
     """Computes masks in the loops that read them, not in a loop before."""
     made = masks_in_loops.compute_masks_in_loops(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=made)
+
+
+def make_masks_in_shards(program: Program) -> Program:
+    """Makes masks in the shard_maps, and at the slices, that read parts of them."""
+    made = masks_in_shards.make_masks_in_shards(program.closed_jaxpr)
     return replace(program, closed_jaxpr=made)
 
 
@@ -295,7 +298,8 @@ def save_in_checkpoints(program: Program) -> Program:
         memory //= math.prod(program.placement.sizes.values())
     closed_jaxpr, kept = save(program.closed_jaxpr, memory)
     offered = unspent(closed_jaxpr) if program.replaced else ()
-    return replace(program, closed_jaxpr=closed_jaxpr, kept=kept, offered=offered)
+    changes = (*program.changes, *kept)
+    return replace(program, closed_jaxpr=closed_jaxpr, changes=changes, offered=offered)
 
 
 def add_residuals_in_kernels(program: Program) -> Program:
@@ -327,27 +331,22 @@ def keep_checkpoint_policies(program: Program) -> Program:
     return replace(program, closed_jaxpr=keep_policies(program.closed_jaxpr))
 
 
-def recompute_stacked_values(program: Program) -> Program:
-    """Computes cheap values again instead of stacking them for gradients."""
-    closed_jaxpr, stacks = recompute_stacked(program.closed_jaxpr)
-    return replace(program, closed_jaxpr=closed_jaxpr, stacks=stacks)
+def beside_sites(
+    change: BodyPass, when: Callable[[Program], bool], alone: bool = False
+) -> Pass:
+    """Returns a pass that changes equations beside the sites.
 
+    Args:
+        change: What it does to a body; its changes are in the report.
+        when: Whether to run it on a program.
+        alone: Whether it also runs on a program in which no pattern can occur.
+    """
 
-def recompute_saved_activations(program: Program) -> Program:
-    """Computes activations again instead of saving what their gradients read."""
-    device = target_of(program.config)
-    closed_jaxpr, found = recompute_activations(program.closed_jaxpr, device)
-    return replace(program, closed_jaxpr=closed_jaxpr, recomputed=found)
+    def run(program: Program) -> Program:
+        device = target_of(program.config)
+        closed_jaxpr, found = change(program.closed_jaxpr, device)
+        changes = (*program.changes, *found)
+        return replace(program, closed_jaxpr=closed_jaxpr, changes=changes)
 
-
-def shorten_functions(program: Program) -> Program:
-    """Computes functions of 16-bit numbers by fewer operations."""
-    device = target_of(program.config)
-    closed_jaxpr, found = shorten_erfc(program.closed_jaxpr, device)
-    return replace(program, closed_jaxpr=closed_jaxpr, shortened=found)
-
-
-def align_products(program: Program) -> Program:
-    """Pads matrix products for whose sizes a GPU has no fast kernel."""
-    closed_jaxpr, found = align(program.closed_jaxpr, target_of(program.config))
-    return replace(program, closed_jaxpr=closed_jaxpr, aligned=found)
+    run.__doc__ = change.change.__doc__
+    return Pass(change.kind.by, run, when, optional=True, alone=alone)

@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from rewriter.algebra.canonicalize.constants import (
+from rewriter.program import equal_constants
+from rewriter.program.constant_tables import (
     affine_constant,
     banded_constant,
     two_numbers,
 )
-from rewriter.program import equal_constants
 
 pytestmark = pytest.mark.once
 

@@ -94,20 +94,26 @@ def repeated(texts: Mapping[pathlib.Path, str]) -> int:
     return sum(((a, i - 1), (b, j - 1)) not in pairs for (a, i), (b, j) in pairs)
 
 
-def running(tree: pathlib.Path) -> dict[str, int]:
-    """Returns how many files and functions of each folder run for a small attention."""
+def running(tree: pathlib.Path) -> dict[str, Any]:
+    """Returns how many files and functions of each folder run for a small attention.
+
+    The files of ``rewriter`` are also named, as ``running``.
+    """
     command = [sys.executable, "-c", f"{inspect.getsource(_trace)}\n_trace()"]
     env = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
     said = subprocess.run(
         command, cwd=tree, env=env, capture_output=True, text=True, check=True
     )
     ran = {tuple(x) for x in json.loads(said.stdout.splitlines()[-1])}
-    made: dict[str, int] = {}
+    made: dict[str, Any] = {}
     for folder in FOLDERS:
         home = (tree / folder).resolve()
         mine = {(f, n) for f, n in ran if home in pathlib.Path(f).parents}
         made[f"{folder}_files"] = len({f for f, _ in mine})
         made[f"{folder}_functions"] = len(mine)
+    engine = (tree / "rewriter").resolve()
+    places = {pathlib.Path(f) for f, _ in ran if engine in pathlib.Path(f).parents}
+    made["running"] = sorted(str(p.relative_to(engine).with_suffix("")) for p in places)
     return made
 
 

@@ -94,12 +94,12 @@ def gains() -> str:
             _or_failed(new), f"{row['faster']:.1f}×", size_text(old["bytes"]),
             size_text(new["bytes"]),
         ))  # fmt: skip
-    data = json.loads(record.named("models_h100").read_text())
+    data = json.loads(record.named("models_h200").read_text())
     on = f"{data['device']}, jax {data['jax']}"
     notes.setdefault(on, []).append(f"`{data['command']}`")
     row = next(r for r in data["results"] if r["pass"] == "step")
     what = f"flax {row['model']}, training step"
-    rows.append(("H100", what, *_model_figures(row)))
+    rows.append(("H200", what, *_model_figures(row)))
     head = ("on", "program", "original", "rewritten", "gain", "memory", "after")
     told_by = " ".join(f"On {on}: {', '.join(c)}." for on, c in notes.items())
     return f"{_table(head, rows)}\n\nThese commands measure them. {told_by}"
@@ -114,7 +114,7 @@ def _model_figures(row: dict) -> tuple[str, ...]:
 
 def models() -> str:
     """One row per public model and pass, and what takes the rewritten step's time."""
-    data = json.loads(record.named("models_h100").read_text())
+    data = json.loads(record.named("models_h200").read_text())
     rows, profiles = [], []
     for row in data["results"]:
         old, new = row["written"], row["rewritten"]
@@ -709,6 +709,19 @@ def structure() -> str:
     return "\n".join(lines)
 
 
+def running() -> str:
+    """The files of the engine that run for one attention, by folder."""
+    data = json.loads(record.named("structure").read_text())
+    folders: dict[str, list[str]] = {}
+    for path in data["now"]["running"]:
+        folder, _, name = path.rpartition("/")
+        folders.setdefault(folder or "rewriter", []).append(name)
+    lines = ["| folder | files | their names |", "| --- | --- | --- |"]
+    for folder, names in folders.items():
+        lines.append(f"| `{folder}` | {len(names)} | {', '.join(names)} |")
+    return "\n".join(lines)
+
+
 def public_suites() -> str:
     """Tests of public packages that ran under both, and how many differ."""
     data = json.loads(record.named("public_suites").read_text())
@@ -735,6 +748,7 @@ def public_suites() -> str:
 
 TABLES = {
     "structure": structure,
+    "running": running,
     "public_suites": public_suites,
     "first_example": first_example,
     "gains": gains,

@@ -1,4 +1,4 @@
-"""Masks of data in layers of flax and equinox: checkpoints, loops, gradients."""
+"""Masks of data in layers of flax, equinox and haiku: checkpoints, loops, gradients."""
 
 from __future__ import annotations
 
@@ -151,8 +151,40 @@ def equinox_step(name: str, context: str) -> Any:
     return loss, params
 
 
-STEPS = {"linen": linen_step, "nnx": nnx_step, "equinox": equinox_step}
-QUICK = {"linen": "packed", "nnx": "padding", "equinox": "bias"}
+def haiku_step(name: str, context: str) -> Any:
+    hk = pytest.importorskip("haiku")
+    scan, _ = WRAPS[context]
+
+    def layer(x: Any, given: Any) -> Any:
+        q, k, v = (hk.Linear(WIDTH)(x).reshape(B, T, N, H) for _ in "qkv")
+        s = jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5
+        s = jnp.where(given, s, -1e30) if given.dtype == bool else s + given
+        y = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+        return x + hk.Linear(WIDTH)(y.reshape(x.shape))
+
+    def net(x: Any, data: Any) -> Any:
+        block = hk.remat(layer) if "checkpoint" in context else layer
+        given = MASKS[name][0](data)
+        if scan:
+            stack = hk.experimental.layer_stack(LAYERS)
+            return stack(lambda x: block(x, given))(x)
+        for _ in range(LAYERS):
+            x = block(x, given)
+        return x
+
+    pure = hk.without_apply_rng(hk.transform(net))
+    x, _, data = arguments(name)
+    params = jax.eval_shape(pure.init, jax.random.key(0), x, data)
+    return lambda p, x, d: (pure.apply(p, x, d) ** 2).mean(), params
+
+
+STEPS = {
+    "linen": linen_step,
+    "nnx": nnx_step,
+    "equinox": equinox_step,
+    "haiku": haiku_step,
+}
+QUICK = {"linen": "packed", "nnx": "padding", "equinox": "bias", "haiku": "prefix"}
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,8 @@ def test_estimates_of_memory_agree_with_shipped_measurements():
                       for n, x in key["shapes"].items()}  # fmt: skip
             guess = temporary(spec_of(OP, shapes, {}), H200, key["pass"])
             for m in entry["measurements"]:
+                if "temp_bytes" not in m:  # timed alone
+                    continue
                 kernel = m["implementation"]["forward"]
                 if kernel == "xla":
                     ratio = m["temp_bytes"] / guess["xla"]

@@ -15,6 +15,7 @@ rng = np.random.default_rng(0)
 X = rng.normal(size=(4, 8)).astype("f4")
 W = rng.normal(size=(8, 6)).astype("f4")
 U = rng.normal(size=(8, 6)).astype("f4")
+WIDE = rng.normal(size=(4, 5)).astype("f4")
 Q, K, V = (rng.normal(size=(2, 6, 2, 4)).astype("f4") for _ in range(3))
 KEY = jax.random.key(0)
 
@@ -323,7 +324,43 @@ def sparse(q, k, v):
     return weighted(jnp.maximum(s - least, 0), v)
 
 
+def straight_through(q, k, v):
+    soft = jax.nn.softmax(scores(q, k) / 0.5)
+    hard = jax.nn.one_hot(soft.argmax(-1), 6)
+    return weighted(hard + soft - jax.lax.stop_gradient(soft), v)
+
+
+def random_features(q, k, v):
+    q, k = (jnp.exp(x @ WIDE - (x * x).sum(-1, keepdims=True) / 2) for x in (q, k))
+    sums = jnp.einsum("bsnr,bsnh->bnrh", k, v)
+    total = jnp.einsum("btnr,bnr->btn", q, k.sum(1))
+    return jnp.einsum("btnr,bnrh->btnh", q, sums) / total[..., None]
+
+
+def slots(q, k, v):
+    weights = jax.nn.softmax(scores(q, k), -2) + 1e-8
+    return weighted(weights / weights.sum(-1, keepdims=True), v)
+
+
+def largest_alone(q, k, v):
+    s = scores(q, k)
+    chosen = s == s.max(-1, keepdims=True)
+    return weighted(jnp.where(chosen, jax.nn.softmax(s), 0), v)
+
+
 REASONS = {
+    "straight_through": (
+        "attention", "and only one is a softmax", straight_through, Q, K, V
+    ),
+    "random_features": (
+        "attention", "as in linear attention", random_features, Q, K, V
+    ),
+    "slots": ("attention", "divided by a sum of them again", slots, Q, K, V),
+    "largest_alone": ("attention", "choice of weights to drop", largest_alone, Q, K, V),
+    "shifted_root": (
+        "rms_norm", "of another array than it divides",
+        lambda x: x / jnp.sqrt(((x + 1e-3) ** 2).mean(-1, keepdims=True)), X,
+    ),
     "sparsemax": ("scored_attention", "sparsemax and entmax", sparse, Q, K, V),
     "returned weights": (
         "scored_attention", "are a result too",
@@ -469,4 +506,4 @@ def test_a_group_norm_of_flax_is_named():
         assert "group norm" in miss.reasons[0].text
     bare = linen.GroupNorm(2, use_scale=False, use_bias=False)
     (miss,) = rewriter.explain(lambda x: bare.apply({}, x))(image).misses
-    assert "of another part of x" in miss.reasons[0].text
+    assert "of another part of it" in miss.reasons[0].text

@@ -61,12 +61,13 @@ def devices(count: int) -> str:
 @pytest.mark.parametrize(
     "command",
     slow.first(
-        12,
+        13,
         [
             ("mesh_grid", "11"),
             pytest.param(("mesh_grid", "1", "auto_axes"), marks=pytest.mark.once),
             ("sharded_calls",),
             pytest.param(("sharded_masks",), marks=pytest.mark.once),
+            pytest.param(("sharded_mask_parts",), marks=pytest.mark.once),
             pytest.param(("sharded_rows",), marks=pytest.mark.once),
             pytest.param(("sharded_losses", "--brief"), marks=pytest.mark.once),
             pytest.param(("sharded_quantized",), marks=pytest.mark.once),
@@ -85,6 +86,7 @@ def devices(count: int) -> str:
         "auto axes",
         "calls",
         "masks",
+        "parts of masks",
         "rows",
         "losses",
         "matrices of few bits",

@@ -41,6 +41,15 @@ ODD_WEIGHTS = (
     "jax.nn.softmax({s}, -2)", "jax.nn.sigmoid({s})",
     f"(lambda e: e / (jnp.exp(-{{s}}.max(-1, keepdims=True))"
     f" + e.sum(-1, keepdims=True)))({EXP})",
+    *(
+        f"(lambda e: e / e.sum(-1, keepdims=True))(jnp.exp({{s}} - {shift}))"
+        for shift in (
+            "abs({s}).max(-1, keepdims=True)", "{s}.max(-1, keepdims=True) / 2",
+            "{s}[..., :8].max(-1, keepdims=True)", "{s}.mean(-1, keepdims=True)",
+            "jnp.maximum({s}.max(-1, keepdims=True), 0.0)",
+            "lax.stop_gradient({s}.max((-2, -1), keepdims=True))",
+        )
+    ),
 )  # fmt: skip
 AFTER = (
     "jnp.where({m}, {w}, 0.0)", "jnp.where(({m}).any(-1, keepdims=True), {w}, 0.0)",

@@ -1,7 +1,7 @@
 """Writes what the rewriter does to many programs, to compare before and after a change.
 
-    python -m tests.support.freeze write FOLDER [--only GLOB] [--part I/N] [--corpus]
-                                                [--kernels]
+    python -m tests.support.freeze write FOLDER [--only GLOB] [--part I/N] [--jobs N]
+                                                [--corpus] [--kernels]
     python -m tests.support.freeze compare BEFORE AFTER
 
 ``write`` makes one file for each spelling, and for each public model with ``--corpus``
@@ -10,6 +10,7 @@ program: forward, gradient, sharded over two devices, and exported. Each form ha
 report as JSON, as it is on an H100. It also has the text of the rewritten program, with
 kernels of plain JAX forced for every op that has one. Times and addresses are left out.
 ``--part 2/8`` writes every eighth file from the second on; a file that exists is left.
+``--jobs 2`` shares the work between two processes.
 With ``--kernels`` there is a file for each use of each op instead: what its kernels say
 of it, and the text of what they compute. ``compare`` prints the names whose files
 differ, or are in one folder alone, and ends with status 1 if there are any.
@@ -24,11 +25,14 @@ import json
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
 
 from tests.support.freeze_kernels import kernels
 
@@ -71,7 +75,6 @@ def forced() -> dict[str, tuple[str, ...]]:
 
 def forms(fn: Any, args: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
     """Returns the forms of a program: each gives its report and its rewritten text."""
-    import jax
     import jax.numpy as jnp
 
     import rewriter
@@ -98,7 +101,8 @@ def forms(fn: Any, args: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
         return report, str(rewriter.optimize(fn, implementation=forced()).jaxpr(*args))
 
     def sharded() -> Any:
-        mesh = jax.make_mesh((2,), ("data",))
+        automatic = (jax.sharding.AxisType.Auto,)  # explicit axes refuse many programs
+        mesh = jax.make_mesh((2,), ("data",), axis_types=automatic)
         spec = jax.sharding.PartitionSpec
 
         def place(a: Any) -> Any:
@@ -189,7 +193,31 @@ def write(
         made = json.dumps(make(), indent=1, sort_keys=True, default=repr)
         path.write_bytes(zlib.compress(text(made).encode()))
         count += 1
+        if not count % 50:
+            jax.clear_caches()  # or each program takes longer than the one before
     return count
+
+
+def shared(part: str, jobs: int) -> int:
+    """Runs this command in several processes, each for some of its files.
+
+    Args:
+        part: The part that the command was given.
+        jobs: How many processes.
+
+    Returns:
+        0 if all of them end well, else 1.
+    """
+    first, _, parts = part.partition("/")
+    here = [sys.executable, "-m", "tests.support.freeze", *sys.argv[1:], "--jobs=1"]
+    running = [
+        subprocess.Popen(
+            [*here, f"--part={int(first) + k * int(parts)}/{int(parts) * jobs}"]
+        )
+        for k in range(jobs)
+    ]
+    codes = [p.wait() for p in running]
+    return int(any(codes))
 
 
 def compare(before: pathlib.Path, after: pathlib.Path) -> list[str]:
@@ -210,12 +238,15 @@ def main() -> int:
     writing.add_argument("folder", type=pathlib.Path)
     writing.add_argument("--only", default="*")
     writing.add_argument("--part", default="1/1")
+    writing.add_argument("--jobs", type=int, default=1)
     writing.add_argument("--corpus", action="store_true")
     writing.add_argument("--kernels", action="store_true")
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=pathlib.Path)
     comparing.add_argument("after", type=pathlib.Path)
     given = parser.parse_args()
+    if given.command == "write" and given.jobs > 1:
+        return shared(given.part, given.jobs)
     if given.command == "write":
         written = kernels() if given.kernels else programs(given.corpus)
         first, _, parts = given.part.partition("/")

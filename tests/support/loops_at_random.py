@@ -19,8 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from rewriter.ops import device
+from rewriter.rewrite.passes import recompute
 from rewriter.rewrite.passes.checkpoint_savings import save
-from rewriter.rewrite.passes.recompute import recompute_stacked
+
+CPU = device.named("cpu")
 
 TURNS, SIZE = 3, 16
 SQUARE = (SIZE, SIZE)
@@ -130,9 +133,9 @@ def compared(seed: int) -> Iterator[tuple[str, float, bool]]:
     memory = random.Random(seed).choice([3000, 10000, 1 << 30])
     keeping, _ = save(before, memory)
     for name, after in (
-        ("less stacked", recompute_stacked(before)[0]),
+        ("less stacked", recompute.PASS(before, CPU)[0]),
         ("kept", keeping),
-        ("both", recompute_stacked(keeping)[0]),
+        ("both", recompute.PASS(keeping, CPU)[0]),
     ):
         if after is before:
             yield name, 0.0, False

@@ -115,10 +115,10 @@ def blocks_ahead(stages: int) -> int:
     """Returns the number of blocks that are copied before their tile's resident arrays.
 
     They fill memory that the tile before has read already, while its last blocks are
-    computed. Resident arrays replace those that this tile reads to the end. The forward
-    took 0.90 to 1.00 of the time with these
-    (``tests/bench/results/attention_ahead.json``), and more with one more of four: a
-    warpgroup that is done then waits for the slowest one.
+    computed. Resident arrays replace those that this tile reads to the end. With these
+    the forward took 0.90 to 1.00 of its time
+    (``tests/bench/results/attention_ahead.json``). With one more of four it took
+    longer: a warpgroup that is done then waits for the slowest one.
 
     Example:
         >>> [blocks_ahead(stages) for stages in (2, 3, 4)]

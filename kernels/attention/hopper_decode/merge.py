@@ -67,7 +67,10 @@ def merged(
     return made
 
 
-def row_of(parts: Any, lse: Any, row: Any, first: Any, last: Any, zero: bool) -> Array:
+def row_of(
+    parts: Any, lse: Any, row: Any, first: Any, last: Any, zero: bool,
+    at_once: int = AT_ONCE,
+) -> Array:  # fmt: skip
     """Returns one row of the result, float32 [columns], from its pieces.
 
     Args:
@@ -77,14 +80,15 @@ def row_of(parts: Any, lse: Any, row: Any, first: Any, last: Any, zero: bool) ->
         first: The first piece.
         last: The last piece.
         zero: Whether a row without keys is 0, and not NaN.
+        at_once: Pieces that are read at a time.
     """
     layout = plgpu.Layout.WG_STRIDED((parts.shape[2],), vec_size=1)
 
     def some(i: Any, carry: Any) -> Any:
         total, top, norm = carry
         found = []
-        for j in range(AT_ONCE):
-            piece = first + i * AT_ONCE + j
+        for j in range(at_once):
+            piece = first + i * at_once + j
             there = piece <= last
             piece = jnp.minimum(piece, last)
             mine = pallas.scalar(lse, piece, row)
@@ -102,7 +106,7 @@ def row_of(parts: Any, lse: Any, row: Any, first: Any, last: Any, zero: bool) ->
             total = total + jnp.where(there, part * weight, 0.0)
         return total, higher, norm
 
-    count = lax.div(last - first + AT_ONCE, jnp.int32(AT_ONCE))
+    count = lax.div(last - first + at_once, jnp.int32(at_once))
     nothing = plgpu.layout_cast(jnp.zeros(parts.shape[2:], jnp.float32), layout)
     start = nothing, jnp.float32(-jnp.inf), jnp.float32(0)
     total, _, norm = lax.fori_loop(0, count, some, start)

@@ -40,7 +40,7 @@ def supports(spec: Spec, count: int) -> Verdict:
         found.append(no("softcap", f"{text}, for which a ring would go around again"))
     if spec.param(PARAM) is not None:
         text = "rows that overflow without the maximum of the scores"
-        found.append(no(PARAM, f"a ring does not tell {text}"))
+        found.append(no(PARAM, f"a ring cannot tell {text}"))
     window, shift = spec.param("window"), spec.param("shift")
     t, s = spec.shape("q")[1], spec.shape("k")[1]
     if window != (None, None) and t != s:

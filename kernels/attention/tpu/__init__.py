@@ -88,7 +88,7 @@ def _types(spec: Spec) -> Verdict:
 
 def _dropped(spec: Spec) -> Verdict:
     if spec.has("dropout") and spec.param("empty_rows") in AVERAGED:
-        return no("dropout", "a mean of dropped values, for rows that see no key")
+        return no("dropout", "a row that sees no key needs the mean of dropped values")
     return YES
 
 

@@ -136,7 +136,7 @@ def _refuse_large_constant_masks(ev: Evaluator, p: Poly, terms: int = 1) -> Poly
             least = 1e4 if "leaf" in kinds else FAR if "sum" in kinds else math.inf
             picked = ev.picked_fills and len(mono) == 1 and counts_hits(ev.alg, mono[0])
             if flag == TRUE and abs(c) >= least and "exp" not in kinds and not picked:
-                raise OverBudget("a mask of numbers")
+                raise OverBudget("a large number is added, which may be a mask")
     return p
 
 

@@ -31,7 +31,7 @@ def one_block(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> 
         step = alg.defs[mono[0][0]][1] if len(mono) == 1 else None
         whole = here == TRUE and not more and c == m and n % m == 0
         if not whole or not isinstance(step, int) or alg.sizes[step] > n // m:
-            raise OverBudget("a block that is not that of a step")
+            raise OverBudget("a step of the loop writes another block than its own")
         same = alg.same_index(alg.div(args[d], m), step)
         flag, at[d] = alg.both(flag, same), alg.mod(args[d], m)
     return alg.mul(alg.of_bool(flag), ev.poly(block, tuple(at), mode))

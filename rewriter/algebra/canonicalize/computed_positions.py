@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rewriter.algebra.canonicalize.constants import affine_constant
 from rewriter.algebra.canonicalize.dtypes import kind_of
+from rewriter.program.constant_tables import affine_constant
 from rewriter.program.graph import Graph
 
 STEPS = frozenset({

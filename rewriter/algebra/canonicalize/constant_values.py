@@ -14,9 +14,6 @@ from rewriter.algebra.canonicalize.constants import (
     cast,
     folded,
     in_dtype,
-    one_number,
-    pattern_of,
-    two_numbers,
 )
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.primitives import (
@@ -33,6 +30,7 @@ from rewriter.algebra.normal_form import (
     OverBudget,
     Poly,
 )
+from rewriter.program.constant_tables import one_number, pattern_of, two_numbers
 from rewriter.program.graph import Node
 
 SAME_NUMBER = (
@@ -87,7 +85,10 @@ class Constants:
             return None
         if np.shape(const) == ():
             dtype = self.g.dtype(value)
-            return self._number_poly(float(in_dtype(const, dtype)), dtype)
+            exact = in_dtype(const, dtype)
+            if kind_of(dtype) == "i" and abs(int(exact)) > EXACT:
+                return None
+            return self._number_poly(float(exact), dtype)
         number = self._of_array("one number", value, one_number)
         if number is None:
             return None

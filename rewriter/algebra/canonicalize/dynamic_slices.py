@@ -73,7 +73,9 @@ def _read(form, ev: Evaluator, node: Node, at: tuple[Index, ...], mode: str):
     try:
         return form(node.ins[0], at, mode)
     except NeedSplit:
-        raise OverBudget("rows of pieces") from None
+        raise OverBudget(
+            "rows are taken of an array that is joined from several"
+        ) from None
 
 
 def _slice_starts(ev: Evaluator, node: Node, args: tuple[Index, ...]):
@@ -94,7 +96,7 @@ def _gather_starts(ev: Evaluator, node: Node, args: tuple[Index, ...]):
     """The same for a gather of rows by their numbers."""
     numbers, taken = node.params["dimension_numbers"], node.params["slice_sizes"]
     if numbers.operand_batching_dims:
-        raise OverBudget("a gather per entry of a batch")
+        raise OverBudget("each entry of a batch gathers from its own array")
     fills = node.params["mode"] == GatherScatterMode.FILL_OR_DROP
     mapped = tuple(numbers.start_index_map)
     rows = tuple(a for k, a in enumerate(args) if k not in numbers.offset_dims)

@@ -11,16 +11,12 @@ import numpy as np
 from rewriter.algebra.canonicalize.computed_positions import counted
 from rewriter.algebra.canonicalize.congruence import congruent_atom
 from rewriter.algebra.canonicalize.constant_values import Constants
-from rewriter.algebra.canonicalize.constants import (
-    FOLD,
-    affine_constant,
-    pattern_of,
-)
+from rewriter.algebra.canonicalize.constants import FOLD
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
 from rewriter.algebra.canonicalize.exact_values import (
     with_wraps,
 )
-from rewriter.algebra.canonicalize.intervals import interval, of_dtype, within
+from rewriter.algebra.canonicalize.intervals import held_by, interval, within
 from rewriter.algebra.canonicalize.layout import Layout, is_slice
 from rewriter.algebra.canonicalize.loop_bodies import Loops
 from rewriter.algebra.canonicalize.loops import LoopForms
@@ -52,6 +48,7 @@ from rewriter.algebra.normal_form import (
     Poly,
     TooMuchWork,
 )
+from rewriter.program.constant_tables import affine_constant, pattern_of
 from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Graph, Node
 from rewriter.program.stacked_slices import sliced
@@ -429,7 +426,7 @@ class Evaluator(Layout, LoopForms, Constants):
         if kinds == ("i", "i") and self._wraps(old, new):
             p = self.poly(source, args, mode)
             known = self.alg.bounds(p), interval(self.g, source)
-            if not any(within(bounds, of_dtype(new)) for bounds in known):
+            if not any(within(bounds, held_by(new)) for bounds in known):
                 return self.alg.of_atom(self.leaf(value, args))
             return p
         if kinds == ("f", "f") and not is_lossless(old, new):

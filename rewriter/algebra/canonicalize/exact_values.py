@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from rewriter.algebra.canonicalize.constants import in_dtype
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of
-from rewriter.algebra.canonicalize.intervals import of_dtype, within
+from rewriter.algebra.canonicalize.intervals import held_by, of_dtype, within
 from rewriter.algebra.normal_form import EXACT, TRUE, Algebra, Monomial, Poly
 from rewriter.program.graph import Graph, Node
 
@@ -43,7 +43,7 @@ def is_exact(alg: Algebra, graph: Graph, node: Node, form: Poly) -> bool:
     dtype = graph.dtype(node.outs[0])
     kind = kind_of(dtype)
     if kind == "i":
-        return is_position(alg, form) and within(alg.bounds(form), of_dtype(dtype))
+        return is_position(alg, form) and within(alg.bounds(form), held_by(dtype))
     if kind != "f":
         return False
     if all(not mono for _, mono in form):
@@ -75,7 +75,7 @@ def is_counted(alg: Algebra, p: Poly, dtype: Any) -> bool:
     makes it, and around that body it can be made anew.
     """
     integers = kind_of(dtype) == "i" and _is_whole_form(alg, p)
-    return integers and within(alg.bounds(p), of_dtype(dtype))
+    return integers and within(alg.bounds(p), held_by(dtype))
 
 
 def is_position(alg: Algebra, p: Poly) -> bool:

@@ -79,7 +79,7 @@ def picked(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Pol
             at[d] = position
             continue
         if label is not None:
-            raise OverBudget("two indices that the program computes")
+            raise OverBudget("two indices of a lookup are computed")
         place = alg.new_index(shape[d])
         at[d], label = place, (place, start)
     if label is None:

@@ -17,7 +17,9 @@ import numpy as np
 
 from rewriter import _jax
 from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES, TRANSPARENT
+from rewriter.algebra.normal_form import EXACT
 from rewriter.program.graph import Graph, Node
+from rewriter.program.shard_places import devices_around
 
 Interval = tuple[float, float]
 UNKNOWN: Interval = (-math.inf, math.inf)
@@ -45,7 +47,8 @@ def interval(graph: Graph, value: int, depth: int = DEPTH) -> Interval:
     array = graph.constants.get(value)
     if array is not None and 0 < np.size(array) <= COUNTED:
         numbers = np.asarray(array)
-        return float(numbers.min()), float(numbers.max())
+        found = float(numbers.min()), float(numbers.max())
+        return found if within(found, held_by(numbers.dtype)) else whole
     node = graph.node_of(value)
     if depth == 0:
         return whole
@@ -53,7 +56,7 @@ def interval(graph: Graph, value: int, depth: int = DEPTH) -> Interval:
         found = _in_a_loop(graph, value, depth - 1)
     else:
         found = _made_by(graph, node, value, depth - 1)
-    if found is None or not within(found, whole):
+    if found is None or not within(found, held_by(graph.dtype(value))):
         return whole
     return found
 
@@ -69,6 +72,15 @@ def of_dtype(dtype: object) -> Interval:
         return UNKNOWN
     info = jnp.iinfo(dtype)
     return float(info.min), float(info.max)
+
+
+def held_by(dtype: object) -> Interval:
+    """The bounds of sums that do not wrap around in a dtype, and are exact here.
+
+    Forms and bounds hold numbers as float64, which rounds integers beyond 2^53.
+    """
+    least, most = of_dtype(dtype)
+    return max(least, 1 - EXACT), min(most, EXACT - 1)
 
 
 def within(inner: Interval, outer: Interval) -> bool:
@@ -93,6 +105,8 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
     prim = node.prim
     if prim == "iota":
         return 0.0, float(_most(node.params["shape"][node.params["dimension"]]) - 1)
+    if prim == "axis_index":
+        return _of_devices(node)
     if prim in ("argmax", "argmin"):
         axes = node.params["axes"]
         return 0.0, float(_most(graph.shape(node.ins[0])[axes[0]]) - 1)
@@ -112,6 +126,15 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
     if rule is None:
         return None
     return rule(*(interval(graph, i, depth) for i in node.ins))
+
+
+def _of_devices(node: Node) -> Interval | None:
+    """The bounds of a device's number along an axis of a mesh."""
+    around = devices_around(node.scope, node.eqn)
+    if around is None:
+        return None
+    mesh, _, _ = around
+    return 0.0, float(mesh.shape[node.params["axis_name"]] - 1)
 
 
 def _added(graph: Graph, node: Node) -> int:

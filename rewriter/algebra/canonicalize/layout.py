@@ -150,7 +150,28 @@ class Layout:
                 return source, tuple(at)
             start += size
             cuts.append(start)
-        raise self._split(args[axis], cuts[:-1])
+        whole = self._rejoined(node, axis, args)
+        if whole is None:
+            raise self._split(args[axis], cuts[:-1])
+        return whole
+
+    def _rejoined(self, node: Node, axis: int, args: tuple[Index, ...]) -> Moved:
+        """The array of which all joined pieces are parts that follow each other."""
+        start, found = 0, set()
+        for value in node.ins:
+            at = list(args)
+            at[axis] = self.alg.affine(at[axis], 1, -start)
+            start += self.g.shape(value)[axis]
+            place = value, tuple(at)
+            while (source := self.g.node_of(place[0])) and source.prim in _PARTS:
+                before = self.MOVES[source.prim](self, source, *place)
+                if before is None or place[0] in self.names:
+                    break
+                place = before
+            found.add(place)
+            if len(found) > 1:
+                return None
+        return found.pop()
 
     MOVES: ClassVar[Mapping[str, Callable[..., Moved]]] = {
         "broadcast_in_dim": _broadcast,
@@ -235,6 +256,13 @@ class Layout:
         for _ in range(3):
             out = tuple(self.alg.subst_index(a, to) for a in out)
         return out
+
+
+_PARTS = frozenset({
+    "slice", "split", "reshape", "transpose", "squeeze", "expand_dims",
+    "broadcast_in_dim",
+})  # fmt: skip
+"""Equations between a part of an array and that array."""
 
 
 def is_slice(node: Node) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
-from rewriter.algebra.canonicalize.intervals import of_dtype, within
+from rewriter.algebra.canonicalize.intervals import held_by, within
 from rewriter.algebra.canonicalize.loop_bodies import Loop
 from rewriter.algebra.canonicalize.primitives import FULL, NeedSplit
 from rewriter.algebra.canonicalize.reverse_loops import ReturningLoops
@@ -76,6 +76,9 @@ class LoopForms(ReturningLoops):
         if parts.condition is not None:
             loop = self._with_steps(loop, parts.condition)
         skips = self._skipped(loop)
+        first = loops.first_run(loop) if parts.condition is None else None
+        if first is not None:
+            return self._enter_again(loop, first, skips, inputs[n_carry:], stacked)
         if over is not None:
             loop, skips = replace(loop, runs=over.runs), None
         if skips is not None:
@@ -99,6 +102,40 @@ class LoopForms(ReturningLoops):
                 raise
             self._note(loop)
         return loop
+
+    def _enter_again(
+        self,
+        loop: Loop,
+        first: Loop,
+        skips: Skipped | None,
+        steps: Sequence[int],
+        stacked: Sequence[int],
+    ) -> Loop:
+        """A loop that computes again what another one does: it has the same carries.
+
+        Args:
+            loop: The loop, with names of its own.
+            first: The other one.
+            skips: The steps that leave its carries.
+            steps: What it reads step by step.
+            stacked: The arrays of which that is.
+        """
+        loops, n = self.loops, len(loop.before)
+        mine = loop.after[:n]
+        if skips is not None:
+            mine = tuple(skips.carries.get(v, v) for v in mine)
+        theirs = (*first.before, *first.after[:n])
+        for value, other in zip((*loop.before, *mine), theirs, strict=True):
+            if kind_of(self.g.dtype(value)) == "f":
+                self.names.setdefault(value, self.names.get(other, other))
+        after = (*first.after[:n], *loop.after[n:])
+        again = replace(first, node=loop.node, first=loop.first, after=after)
+        self._note(again)
+        loops.carries.update((v, (again, k)) for k, v in enumerate(loop.before))
+        for value, whole in zip(steps, stacked, strict=True):
+            loops.steps.setdefault(value, (whole, first.index))
+        loops.varying.clear()
+        return again
 
     def _loop_reversed(
         self, parts: Counted, inputs: Sequence[int], stacked: Sequence[int]
@@ -277,7 +314,9 @@ class LoopForms(ReturningLoops):
             inner = self.poly(loop.after[k], args[1:], mode)
         except NeedSplit as need:
             if need.index == loop.index:
-                raise OverBudget("a loop over pieces") from None
+                raise OverBudget(
+                    "a loop runs over an array that is joined from several"
+                ) from None
             raise
         return self.alg.subst(inner, {loop.index: args[0]})
 
@@ -287,7 +326,7 @@ class LoopForms(ReturningLoops):
             whole, step = self.loops.steps[value]
             return self.poly(whole, (step, *args), mode)
         loop, k = self.loops.carries[value]
-        if loop.after[k] == value:  # passed on as it is
+        if loop.after[k] == loop.before[k]:  # passed on as it is
             return self.poly(loop.first[k], args, mode)
         if not self.g.shape(value) and kind_of(self.g.dtype(value)) == "i":
             return self._counter(loop, k)
@@ -305,7 +344,7 @@ class LoopForms(ReturningLoops):
         first = self.poly(loop.first[k], ())
         count = alg.add(first, alg.scale(alg.iota(loop.index), step))
         dtype = self.g.dtype(loop.before[k])
-        return count if within(alg.bounds(count), of_dtype(dtype)) else None
+        return count if within(alg.bounds(count), held_by(dtype)) else None
 
     def _increment(self, loop: Loop, k: int) -> float | None:
         """The number that each step adds to an integer, if it is one; else None."""

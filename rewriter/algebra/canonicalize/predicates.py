@@ -48,7 +48,7 @@ def _compare_booleans(ev: Evaluator, node: Node, args, mode: str) -> int:
     same = alg.either(alg.both(a, b), alg.both(alg.negate(a), alg.negate(b)))
     if node.prim in ("eq", "ne"):
         return same if node.prim == "eq" else alg.negate(same)
-    raise OverBudget("an order of booleans")
+    raise OverBudget("booleans are compared by < or >")
 
 
 def _compare_whole(alg: Algebra, name: str, a: Poly, b: Poly) -> int:

@@ -140,7 +140,7 @@ class ReturningLoops(Recomputed):
             leaves = {alg.defs[x][1] for x in alg.leaves(atom)}
             if before.keys().isdisjoint(leaves):
                 if over.index in alg.free(atom):
-                    raise OverBudget("a carry that depends on the step")
+                    raise OverBudget("a carry also depends on the number of the step")
                 return alg.of_atom(atom, e)
             if d[0] == "leaf":
                 return alg.power(instead(before[d[1]], d[2][:-1]), e)
@@ -152,14 +152,16 @@ class ReturningLoops(Recomputed):
             if d[0] == "sum":
                 bound, flag, mono = alg.open_sum(atom)
                 return alg.power(alg.sum_over(of_term(flag, mono), bound), e)
-            raise OverBudget("a carry that is in another function")
+            raise OverBudget(
+                "a carry goes through a function that is neither exp nor a sum"
+            )
 
         def of_term(flag: int, mono: Monomial) -> Poly:
             leaves = alg.poly_leaves(alg.of_bool(flag))
             if any(alg.defs[a][1] in before for a in leaves):
-                raise OverBudget("a carry decides")
+                raise OverBudget("a condition reads a carry of the loop")
             if over.index in alg.term_ids(flag, ()):
-                raise OverBudget("a carry that depends on the step")
+                raise OverBudget("a carry also depends on the number of the step")
             out: Poly = {(flag, ()): 1.0}
             for atom, e in mono:
                 out = alg.mul(out, of_atom(atom, e))
@@ -193,6 +195,6 @@ def _without(alg: Algebra, form: Poly, flags: Iterable[int]) -> Poly:
         deciding = {*alg.bools[none][0]}
         there = alg.project(here, [a for a in alg.bools[here][0] if a not in deciding])
         if alg.both(there, none) != here:
-            raise OverBudget("a carry that is chosen in another way")
+            raise OverBudget("a carry is chosen by another condition than the loop's")
         out = alg.add(out, {(there, mono): c})
     return out

@@ -102,7 +102,7 @@ class Functions:
             halves = ((c, side) for c in cells for side in (flag, self.negate(flag)))
             cells = [x for c, side in halves if (x := self.both(c, side)) != FALSE]
             if len(cells) > 16:
-                raise OverBudget("too many cases")
+                raise OverBudget("a mask makes more than 16 cases")
         out: Poly = {}
         for cell in cells:
             here: Poly = {}

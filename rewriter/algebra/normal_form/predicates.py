@@ -48,11 +48,11 @@ class Predicates:
         lo, hi = self.bounds(start)
         first, steps = self.split_constant(start)
         if lo < 0 or hi > whole - size or len(steps) > 1:
-            raise OverBudget("a slice that starts anywhere")
+            raise OverBudget("a slice starts at a position that is not known")
         for (flag, mono), c in steps.items():
             index = self.defs[mono[0][0]][1] if len(mono) == 1 else None
             if flag != TRUE or not isinstance(index, int) or c < size or c != int(c):
-                raise OverBudget("a slice that starts anywhere")
+                raise OverBudget("a slice starts at a position that is not known")
             a = self.cat(index, a, int(c))
         return self.affine(a, 1, int(first))
 
@@ -103,7 +103,7 @@ class Predicates:
         rest = self.thaw(body)
         factor = rest.pop((TRUE, ((self.atom("iota", index), 1),)), 0.0)
         if index in self.ids(rest):
-            raise OverBudget("a position that is more than compared")
+            raise OverBudget("a position is compared with a sum that holds it")
         return kind, rest, factor
 
     def bounds(self, p: Poly) -> tuple[float, float]:

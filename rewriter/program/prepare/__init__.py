@@ -1,6 +1,7 @@
 """Passes before the search for sites: programs that compute the same become alike.
 
 `platform_branches` takes the branch that targets run. `masks_in_loops` moves masks into
-the loops that read them. `joined_losses` adds up the terms of a loss row by row, and
+the loops that read them, and `masks_in_shards` moves them into the shard_maps. It uses
+`parts_of_masks`. `joined_losses` adds up the terms of a loss row by row, and
 `sums_of_rows` splits sums over all that there is into sums of rows.
 """

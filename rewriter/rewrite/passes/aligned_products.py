@@ -16,21 +16,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
+from rewriter.measure.measurement import time_text
 from rewriter.ops import unaligned
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import LAUNCH_S, PRODUCTS, seconds
 from rewriter.ops.unaligned import EVEN
-from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import Equations
 from rewriter.program.loops import inserted
+from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
 from rewriter.rewrite.passes.flops import flops_of, is_sized, size
 from rewriter.rewrite.passes.recompute import CHEAP
 
@@ -54,43 +54,39 @@ FUSED = CHEAP | {"reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"}
 
 
 @dataclass(frozen=True)
-class Aligned:
+class Aligned(Change):
     """A product that was padded.
 
     Attributes:
-        where: The user's line.
         sizes: The sizes that were padded, as ``(from, to)``.
         before: The seconds that it is estimated to take as written.
         after: The same padded, with padding and cutting.
     """
 
-    where: str
+    by: ClassVar[str] = "aligned_products"
     sizes: tuple[tuple[int, int], ...]
     before: float
     after: float
 
+    @classmethod
+    def row(cls, same: Sequence[Self]) -> tuple[str, ...]:
+        """Returns how many products, their sizes, and both estimates."""
+        sizes = dict.fromkeys(size for a in same for size in a.sizes)
+        text = "padded from " + ", ".join(f"{old} to {new}" for old, new in sizes)
+        before, after = (
+            time_text(1e6 * sum(seconds))
+            for seconds in ([a.before for a in same], [a.after for a in same])
+        )
+        more = f"estimated to take {after}, and {before} as written"
+        return f"×{len(same)}", text, more
 
-def align(
-    program: ClosedJaxpr, device: Device
-) -> tuple[ClosedJaxpr, tuple[Aligned, ...]]:
-    """Returns a program whose large products are aligned, and those that were padded.
 
-    Args:
-        program: A program; it is returned itself if nothing changes.
-        device: Where it will run. Its figures must be known.
-    """
-    if device.platform not in unaligned.PLATFORMS or not (
-        device.flops and device.bandwidth
-    ):
-        return program, ()
-    found: list[Aligned] = []
-
-    def change(body: Any) -> Any:
-        if not any(map(_is_of_matrices, body.eqns)):
-            return body
-        return _Body(body, device, found).changed()
-
-    return map_bodies(program, change), tuple(found)
+def _changed(body: Any, device: Device) -> Changed:
+    """Pads matrix products for whose sizes a GPU has no fast kernel."""
+    known = device.flops and device.bandwidth
+    if not known or not any(map(_is_of_matrices, body.eqns)):
+        return body, ()
+    return _Body(body, device).changed()
 
 
 class _Body:
@@ -99,30 +95,29 @@ class _Body:
     Args:
         jaxpr: The body.
         device: Where it will run.
-        found: Where padded products are put.
     """
 
-    def __init__(self, jaxpr: Any, device: Device, found: list[Aligned]):
-        self.jaxpr, self.device, self.found = jaxpr, device, found
+    def __init__(self, jaxpr: Any, device: Device):
+        self.jaxpr, self.device = jaxpr, device
         self.around = Equations(jaxpr)
         self.padded: set[tuple[Any, tuple[int, ...]]] = set()
 
-    def changed(self) -> Any:
-        """The body; itself if no padding pays."""
-        before, eqns = len(self.found), []
+    def changed(self) -> Changed:
+        """The body, itself if no padding pays, and the products that were padded."""
+        found, eqns = list[Aligned](), []
         for eqn in self.jaxpr.eqns:
             odd = _is_of_matrices(eqn) and _odd_axes(eqn, self.around)
             product = _Product.of(eqn, odd) if odd else None
             estimate = product and self._estimate_of(product)
             if product and estimate:
-                self.found.append(estimate)
+                found.append(estimate)
                 eqns += self._written(product)
             else:
                 eqns.append(eqn)
-        if len(self.found) == before:
-            return self.jaxpr
+        if not found:
+            return self.jaxpr, ()
         outs = getattr(self.jaxpr, "jaxpr", self.jaxpr).outvars
-        return _jax.with_equations(self.jaxpr, eqns, outs)
+        return _jax.with_equations(self.jaxpr, eqns, outs), found
 
     def _estimate_of(self, product: _Product) -> Aligned | None:
         """The estimate of a padded product; None if it does not pay."""
@@ -145,7 +140,7 @@ class _Body:
         if self._more_memory(product) > MEMORY * self._memory(product):
             return None
         where = _jax.source_of(product.eqn)
-        return Aligned(where, tuple(product.sizes), before, after)
+        return Aligned("product", where, tuple(product.sizes), before, after)
 
     def _padding(self, product: _Product) -> float:
         """Bytes that pass to pad the operands that are not padded yet."""
@@ -379,3 +374,6 @@ def _wide(a: jax.Array, shape: Sequence[int]) -> jax.Array:
     sizes = zip(a.shape, shape, strict=True)
     more = [(0, new - old, 0) for old, new in sizes]
     return lax.pad(a, jnp.zeros((), a.dtype), more)
+
+
+PASS = BodyPass(Aligned, _changed, unaligned.PLATFORMS)

@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
@@ -28,8 +28,10 @@ from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import live
 from rewriter.program.loops import Loop, loops_in, traced
 from rewriter.program.repeats import same_params
+from rewriter.rewrite.beside_sites import Change
 from rewriter.rewrite.passes.flops import flops_of, is_sized, size
 from rewriter.site import site
+from rewriter.support.sizes import size_text
 
 WORTH = 500.0
 """The fewest operations per byte that make a value worth saving: as many as a Hopper
@@ -37,22 +39,27 @@ GPU does while it writes and reads a byte twice."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(Change):
     """A value saved for a checkpoint, which does not compute it again.
 
     Attributes:
-        what: The op, or ``"product"``.
-        where: The user's line.
         turns: How often it is saved: the turns of the loop around it.
         bytes: Bytes of all turns.
         flops: Operations saved, in all turns.
     """
 
-    what: str
-    where: str
+    by: ClassVar[str] = "checkpoint_savings"
     turns: int
     bytes: int
     flops: float
+
+    @classmethod
+    def row(cls, same: Sequence[Self]) -> tuple[str, ...]:
+        """Returns how many values, their bytes, and the operations saved."""
+        flops, count = sum(k.flops for k in same), sum(k.turns for k in same)
+        memory = size_text(sum(k.bytes for k in same))
+        text = f"kept for gradients in {memory}: {flops / 1e12:.3g} TFLOP less"
+        return f"×{count}", text
 
 
 def save(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Saved, ...]]:

@@ -18,21 +18,18 @@ even out the relative error.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.ops.device import Device
-from rewriter.program.bodies import map_bodies
 from rewriter.program.loops import inserted
+from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
 from rewriter.rewrite.passes.flops import is_sized, size
-
-PLATFORMS = frozenset({"cuda"})
-"""Where it is measured to be faster."""
 
 LEAST = 1 << 20
 """The bytes of the smallest array that is worth it."""
@@ -46,45 +43,28 @@ COEFFICIENTS = (
 
 
 @dataclass(frozen=True)
-class Shortened:
-    """A function of 16-bit numbers that takes fewer operations.
+class Shortened(Change):
+    """A function of 16-bit numbers that takes fewer operations."""
 
-    Attributes:
-        where: The user's line.
-        what: The function: ``"erfc"``.
-    """
+    by: ClassVar[str] = "erfc_in_16_bits"
 
-    where: str
-    what: str
+    @classmethod
+    def row(cls, same: Sequence[Self]) -> tuple[str, ...]:
+        """Returns how many functions, and how exact they are."""
+        return f"×{len(same)}", "by fewer operations, exact to 16 bits"
 
 
-def shorten_erfc(
-    program: ClosedJaxpr, device: Device
-) -> tuple[ClosedJaxpr, tuple[Shortened, ...]]:
-    """Returns a program with shorter `erfc` of 16-bit numbers, and where they are.
-
-    Args:
-        program: A rewritten program; it is returned itself if nothing changes.
-        device: Where it will run.
-    """
-    if device.platform not in PLATFORMS:
-        return program, ()
-    found: list[Shortened] = []
-
-    def change(body: Any) -> Any:
-        chosen = [k for k, eqn in enumerate(body.eqns) if _is_chosen(eqn)]
-        if not chosen:
-            return body
-        eqns: list[Any] = []
-        for k, eqn in enumerate(body.eqns):
-            eqns += _shorter(eqn) if k in chosen else [eqn]
-        found.extend(
-            Shortened(_jax.source_of(body.eqns[k]), body.eqns[k].primitive.name)
-            for k in chosen
-        )
-        return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
-
-    return map_bodies(program, change), tuple(found)
+def _changed(body: Any, _: Device) -> Changed:
+    """Computes functions of 16-bit numbers by fewer operations."""
+    chosen = [eqn for eqn in body.eqns if _is_chosen(eqn)]
+    if not chosen:
+        return body, ()
+    eqns: list[Any] = []
+    for eqn in body.eqns:
+        eqns += _shorter(eqn) if _is_chosen(eqn) else [eqn]
+    found = [Shortened(e.primitive.name, _jax.source_of(e)) for e in chosen]
+    outs = getattr(body, "jaxpr", body).outvars
+    return _jax.with_equations(body, eqns, outs), found
 
 
 def _is_chosen(eqn: Any) -> bool:
@@ -130,3 +110,6 @@ def _erfc_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
     slope = jnp.asarray(-2 / math.sqrt(math.pi), x.dtype)
     return erfc(x), slope * jnp.exp(-x * x) * dx
+
+
+PASS = BodyPass(Shortened, _changed, frozenset({"cuda"}))

@@ -19,15 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.program.bodies import map_bodies
+from rewriter.ops.device import Device
 from rewriter.program.equations import live
 from rewriter.program.loops import Loop, loops_in, traced
+from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
 from rewriter.rewrite.passes.flops import SITES, flops_of, is_sized, size
+from rewriter.support.sizes import size_text
 
 CHEAP = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
@@ -58,42 +60,46 @@ LEAST = 1 << 20
 
 
 @dataclass(frozen=True)
-class Stacks:
+class Stacks(Change):
     """The values that a loop stacks for the loop of its gradients.
 
     Attributes:
-        where: The user's line of the loop.
         turns: The number of turns.
         before: Bytes of all turns, as written.
         after: Bytes as rewritten.
         again: The number of values that are computed again.
     """
 
-    where: str
+    by: ClassVar[str] = "recompute"
     turns: int
     before: int
     after: int
     again: int
 
+    @classmethod
+    def row(cls, same: Sequence[Self]) -> tuple[str, ...]:
+        """Returns the turns, both sizes, and how many values are computed again."""
+        after, before = (
+            size_text(sum(sizes))
+            for sizes in ([s.after for s in same], [s.before for s in same])
+        )
+        return (
+            f"×{sum(s.turns for s in same)} in scan",
+            f"{after} stacked for gradients, not {before}",
+            f"{sum(s.again for s in same)} values of a turn are computed again where "
+            "they are read",
+        )
 
-def recompute_stacked(program: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Stacks, ...]]:
-    """Returns a program whose loops stack as little as possible, and the changes.
 
-    Args:
-        program: A rewritten program; it is returned itself if nothing changes.
-    """
-    found: list[Stacks] = []
-
-    def change(body: Any) -> Any:
-        loops = loops_in(body)
-        for pair in _pairs(body, loops) if len(loops) > 1 else ():
-            cut = _cut(pair)
-            if cut is not None:
-                found.append(cut.stacks)
-                return change(_with_cut(body, pair, cut.values))
-        return body
-
-    return map_bodies(program, change), tuple(found)
+def _changed(body: Any, device: Device) -> Changed:
+    """Computes cheap values again instead of stacking them for gradients."""
+    loops = loops_in(body)
+    for pair in _pairs(body, loops) if len(loops) > 1 else ():
+        cut = _cut(pair)
+        if cut is not None:
+            after, more = _changed(_with_cut(body, pair, cut.values), device)
+            return after, (cut.stacks, *more)
+    return body, ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +210,7 @@ def _cut(pair: _Pair) -> _Cut | None:
     order = {v: k for k, v in enumerate([*forward.inputs, *makers])}
     values = tuple(sorted(cut, key=order.__getitem__))
     where, again = _jax.source_of(forward.eqn), len(wanted.difference(cut))
-    return _Cut(values, Stacks(where, turns, before, after, again))
+    return _Cut(values, Stacks("residuals", where, turns, before, after, again))
 
 
 def _is_given(loop: Loop, place: int | None) -> bool:
@@ -356,3 +362,6 @@ def _reads_only(eqn: Any) -> bool:
     if cost is None:
         return False
     return cost.intensity <= LIGHT and cost.bytes <= MOVED * size(eqn.outvars[0])
+
+
+PASS = BodyPass(Stacks, _changed)

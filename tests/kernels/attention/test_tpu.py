@@ -77,7 +77,7 @@ CACHE = dict.fromkeys("kv", ((4, 8192, 8, 128), "bfloat16"))
         (spec(more={"v": ((2, 256, 4, 64), "float32")}), "not bfloat16, float32"),
         (spec(more={"bias": ((1, 1, 256, 256), "float16")}), "bias is float16"),
         (spec(shape=(2, 0, 4, 64)), "an axis of size 0"),
-        (spec(more={"dropout": ((1, 1, 256, 256), "float32")}, empty_rows="mean"), "a mean of dropped values"),
+        (spec(more={"dropout": ((1, 1, 256, 256), "float32")}, empty_rows="mean"), "the mean of dropped values"),
         (spec(shape=(1, 1 << 23, 1, 128), more={"kv_lengths": ((1,), "int32")}), "blocks of scores, more than 131072"),
         (spec(shape=(1, 256, 1, 16384)), "MiB of VMEM of 16 MiB"),
     ],

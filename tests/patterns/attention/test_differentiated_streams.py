@@ -205,6 +205,16 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "run again, products are saved": jax.checkpoint(
         saved(jax.checkpoint_policies.dots_saveable)
     ),
+    "run again but products, blocks of queries, causal": jax.checkpoint(
+        block_by_block(True), policy=jax.checkpoint_policies.dots_saveable
+    ),
+    "run again but products, blocks of queries, causal, keys sliced": jax.checkpoint(
+        block_by_block(True, sliced=True),
+        policy=jax.checkpoint_policies.dots_saveable,
+    ),
+    "everything is saved": jax.checkpoint(
+        stopped, policy=jax.checkpoint_policies.everything_saveable
+    ),
 }  # fmt: skip
 
 
@@ -298,6 +308,14 @@ LOOK_ALIKES: dict[str, Callable[..., Any]] = {
     ),
     "sliced, no gradient of the keys": block_by_block(
         True, sliced=True, keys=lax.stop_gradient
+    ),
+    "run again but products, no gradient of the keys": jax.checkpoint(
+        block_by_block(True, sliced=True, keys=lax.stop_gradient),
+        policy=jax.checkpoint_policies.dots_saveable,
+    ),
+    "run again but products, twice the gradient of the keys": jax.checkpoint(
+        block_by_block(True, keys=scaled(2.0)),
+        policy=jax.checkpoint_policies.dots_saveable,
     ),
     "one after the other, no gradient of the factor": functools.partial(
         unrolled, alpha=lax.stop_gradient

@@ -15,7 +15,7 @@ import rewriter
 from rewriter.ops import device
 from rewriter.ops.device import Device
 from rewriter.rewrite.passes import aligned_products
-from rewriter.rewrite.passes.aligned_products import align
+from rewriter.rewrite.passes.aligned_products import PASS
 
 pytestmark = pytest.mark.once
 
@@ -33,7 +33,7 @@ WIDE = {"preferred_element_type": jnp.float32}
 
 
 def padded(fn: Callable[..., Any], *args: Any, on: Device = H100) -> list[Any]:
-    return [a.sizes for a in align(jax.make_jaxpr(fn)(*args), on)[1]]
+    return [a.sizes for a in PASS(jax.make_jaxpr(fn)(*args), on)[1]]
 
 
 def stacked(x, w):
@@ -102,7 +102,7 @@ def test_products_that_are_padded(name: str) -> None:
 def test_products_that_stay(name: str) -> None:
     fn, args = LEFT[name]
     program = jax.make_jaxpr(fn)(*args)
-    after, found = align(program, H100)
+    after, found = PASS(program, H100)
     assert not found
     assert after is program
 
@@ -139,7 +139,7 @@ def test_numbers_and_gradients(name: str, any_size: None) -> None:
     fn, args = SMALL[name]
     draw = np.random.default_rng(0)
     given = [jnp.asarray(draw.normal(size=a.shape), a.dtype) for a in args]
-    closed, found = align(jax.make_jaxpr(fn)(*given), H100)
+    closed, found = PASS(jax.make_jaxpr(fn)(*given), H100)
     assert found
     after = lambda *a: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *a)[0]
 
@@ -157,7 +157,7 @@ def test_numbers_and_gradients(name: str, any_size: None) -> None:
 def test_what_is_not_finite_stays_where_it_is(any_size: None) -> None:
     x = jnp.ones((4, 11), jnp.bfloat16).at[1, 2].set(jnp.inf).at[2, 3].set(jnp.nan)
     w = jnp.ones((11, 13), jnp.bfloat16).at[5, 6].set(-jnp.inf)
-    closed, _ = align(jax.make_jaxpr(jnp.dot)(x, w), H100)
+    closed, _ = PASS(jax.make_jaxpr(jnp.dot)(x, w), H100)
     (got,) = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, x, w)
     np.testing.assert_array_equal(np.float32(got), np.float32(x @ w))
 
@@ -174,10 +174,10 @@ def test_whole_programs() -> None:
     args = like(N, K), like(K, 6001), like(6001, K)
     with rewriter.config(target="h100"):
         report = rewriter.explain(model)(*args)
-        assert [a.sizes for a in report.aligned] == [((6001, 6016),)] * 2
+        assert [a.sizes for a in report.changes] == [((6001, 6016),)] * 2
         assert "padded from 6001 to 6016" in str(report)
         report = rewriter.explain(jax.value_and_grad(loss, (0, 1, 2)))(*args)
-        assert len(report.aligned) == 4  # two have little memory beside the weights
+        assert len(report.changes) == 4  # two have little memory beside the weights
     off = (
         {"numerics": "strict"},
         {"disable": ("aligned_products",)},
@@ -186,5 +186,5 @@ def test_whole_programs() -> None:
     for options in ({}, *off):
         with rewriter.config(**({"target": "h100"} if options else {}), **options):
             report = rewriter.explain(model)(*args)
-        assert not report.aligned
+        assert not report.changes
         assert report.after is report.before

@@ -111,10 +111,10 @@ def test_products_and_attention_are_not_computed_again(fn, exact):
 
 @pytest.mark.parametrize("fn", [in_a_loop, one_by_one])
 def test_less_memory_keeps_what_takes_most_operations_for_it(fn, exact):
-    every = fast_step(fn, GIB).report(WEIGHTS, X).kept
+    every = fast_step(fn, GIB).report(WEIGHTS, X).changes
     product = 4 * BATCH * ROWS * WIDTH * LAYERS
     memory = sum(k.bytes for k in every if k.what == "product") // 2
-    some = fast_step(fn, memory).report(WEIGHTS, X).kept
+    some = fast_step(fn, memory).report(WEIGHTS, X).changes
     assert 0 < sum(k.bytes for k in some) <= memory
     assert sum(k.bytes for k in every if k.what == "product") == 5 * product
     ratio = lambda k: k.flops / k.bytes
@@ -149,7 +149,7 @@ def test_report_says_what_is_kept():
     text = str(report)
     assert "kept for gradients in" in text
     assert "TFLOP less" in text
-    whats = {row["what"] for row in report.as_dict()["kept"]}
+    whats = {row["what"] for row in report.as_dict()["changes"]}
     assert whats == {"product", "attention"}
 
 
@@ -158,13 +158,13 @@ def test_report_says_what_could_be_kept(fn):
     nothing, some, every = (
         fast_step(fn, m).report(WEIGHTS, X) for m in (0, 4 << 20, GIB)
     )
-    assert set(nothing.offered) == set(every.kept)
+    assert set(nothing.offered) == set(every.changes)
     assert every.offered == ()
-    assert len(some.kept) + len(some.offered) == len(every.kept)
-    memory = f"{sum(k.bytes for k in every.kept) / 2**20:.3g} MiB"
+    assert len(some.changes) + len(some.offered) == len(every.changes)
+    memory = f"{sum(k.bytes for k in every.changes) / 2**20:.3g} MiB"
     assert f"checkpoint_memory keeps all of it in {memory}" in str(nothing)
     assert "checkpoint_memory" not in str(every)
-    assert len(nothing.as_dict()["offered"]) == len(every.kept)
+    assert len(nothing.as_dict()["offered"]) == len(every.changes)
 
 
 def test_without_memory_nothing_changes():

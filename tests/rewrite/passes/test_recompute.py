@@ -9,9 +9,12 @@ import pytest
 
 import rewriter
 from rewriter import _jax
-from rewriter.rewrite.passes.recompute import recompute_stacked
+from rewriter.ops import device
+from rewriter.rewrite.passes import recompute
 from tests import slow
 from tests.support import loops_at_random
+
+CPU = device.named("cpu")
 
 pytestmark = pytest.mark.once
 
@@ -64,7 +67,7 @@ def stacked(eqn):
 def before_and_after(fn, *args):
     """The program of a function, and that with less stacked; what changed."""
     before = jax.make_jaxpr(fn)(*args)
-    after, found = recompute_stacked(before)
+    after, found = recompute.PASS(before, CPU)
     run = jax.extend.core.jaxpr_as_fun
     flat = jax.tree.leaves(args)
     one, other = (jax.jit(run(program))(*flat) for program in (before, after))
@@ -107,10 +110,10 @@ def test_gradients_of_a_rewritten_step_against_float64():
     step = jax.value_and_grad(loss)
     fast = rewriter.optimize(step, implementation={"rms_norm": "memory_bounded"})
     report = fast.report(WEIGHTS, X)
-    (found,) = report.stacks
+    (found,) = report.changes
     assert found.after < 0.6 * found.before
     assert "stacked for gradients, not" in str(report)
-    assert report.as_dict()["stacks"][0]["after"] == found.after
+    assert report.as_dict()["changes"][0]["after"] == found.after
     value, grads = fast(WEIGHTS, X)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (WEIGHTS, X))
@@ -207,9 +210,9 @@ def test_small_stacks_and_single_loops_stay_the_same_object():
     cut = {"gate": (16, 16), "up": (16, 16), "down": (16, 16), "scale": (16,)}
     small = {n: WEIGHTS[n][:, *map(slice, shape)] for n, shape in cut.items()}
     program = jax.make_jaxpr(jax.grad(loss))(small, X[:8, :16])
-    assert recompute_stacked(program) == (program, ())
+    assert recompute.PASS(program, CPU) == (program, ())
     forward = jax.make_jaxpr(loss)(WEIGHTS, X)
-    assert recompute_stacked(forward)[0] is forward
+    assert recompute.PASS(forward, CPU)[0] is forward
 
 
 def test_under_jit_vmap_and_twice_differentiated():

@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 import rewriter
 from rewriter import _jax
 from rewriter.ops import device
-from rewriter.rewrite.passes.recompute_activations import recompute_activations
+from rewriter.rewrite.passes.recompute_activations import PASS
 
 pytestmark = pytest.mark.once
 
@@ -46,7 +46,7 @@ def model(activation: Any) -> Any:
 def changed(fn: Any, *args: Any, on: Any = H100) -> tuple[Any, Any, tuple[Any, ...]]:
     """The program of a function, that with activations computed again, and which."""
     before = jax.make_jaxpr(fn)(*args)
-    after, found = recompute_activations(before, on)
+    after, found = PASS(before, on)
     return before, after, found
 
 
@@ -244,7 +244,7 @@ def test_in_a_training_step():
     given = jax.tree.map(lambda x: x.astype("bfloat16"), (wide, jnp.zeros((8192, 512))))
     with rewriter.config(target="h100"):
         report = rewriter.explain(jax.grad(loss))(*given)
-    assert [r.what for r in report.recomputed] == ["tanh"] * LAYERS
+    assert [c.what for c in report.changes] == ["tanh"] * LAYERS
     assert "not saved for gradients, but computed again" in str(report)
     with rewriter.config(target="h100", disable=("recompute_activations",)):
-        assert rewriter.explain(jax.grad(loss))(*given).recomputed == ()
+        assert rewriter.explain(jax.grad(loss))(*given).changes == ()

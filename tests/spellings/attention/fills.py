@@ -194,14 +194,14 @@ def _(q, k, v, mask):
     return weigh(e / e.sum(-1, keepdims=True), v)
 
 
-@guard("selected_after_exp", "nan")
+@guard("selected_after_exp", "nan", assume=("finite",))
 def _(q, k, v, mask):
     s = dots(q, k) * SCALE
     e = jnp.where(mask, jnp.exp(s - s.max(-1, keepdims=True)), 0.0)
     return weigh(e / jnp.sum(e, -1, keepdims=True), v)
 
 
-@guard("renormalised_after_mask", "nan")
+@guard("renormalised_after_mask", "nan", assume=("finite",))
 def _(q, k, v, mask):
     p = jax.nn.softmax(dots(q, k) * SCALE, axis=-1) * mask
     return weigh(p / p.sum(-1, keepdims=True), v)

@@ -40,6 +40,9 @@ from rewriter.kernels.attention.hopper import (
     use,
 )
 from rewriter.kernels.attention.hopper_decode import decode, kernel, merge, work_split
+from rewriter.kernels.attention.hopper_latent import decode as latent_decode
+from rewriter.kernels.attention.hopper_latent import kernel as latent_kernel
+from rewriter.kernels.attention.hopper_latent import merge as latent_merge
 from rewriter.kernels.cross_entropy import hopper_rows
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
 from rewriter.kernels.norms import hopper_team as norms_team
@@ -680,8 +683,11 @@ def _if_any(empty: Any, grads: dict[str, Any], completed: Any) -> dict[str, Any]
 
 @contextmanager
 def simulated_decode() -> Iterator[None]:
-    """Within, that of attention of few queries does."""
-    with _replaced((decode, kernel, work_split, merge, panels), pallas) as patch:
+    """Within, those of attention of few queries do."""
+    latent = latent_decode, latent_kernel, latent_merge
+    of_keys = decode, kernel, work_split, merge, panels
+    with _replaced((*of_keys, *latent), pallas) as patch:
+        _count(patch, latent_merge)
         _replace_shims(patch)
         yield
 
