@@ -728,7 +728,7 @@ def public_suites() -> str:
     sets: dict[str, list[dict]] = {}
     for name, figures in data["modules"].items():
         file = "/" in name
-        suite = "/".join(name.split("/")[-4:-1]) if file else name.split(".")[0]
+        suite = "/".join(name.split("/")[:3]) if file else name.split(".")[0]
         sets.setdefault(suite, []).append(figures)
     rows = [
         (

@@ -128,9 +128,12 @@ def differing(figures: Mapping[str, Any]) -> dict[str, str]:
 
 
 def label(module: str) -> str:
-    """A module's name, or the last folders of its file."""
+    """A module's name, or its file from the folder of its distribution."""
     path = pathlib.Path(module)
-    return "/".join(path.parts[-4:]) if path.is_absolute() else module
+    if not path.is_absolute():
+        return module
+    at = path.parts.index("tests") if "tests" in path.parts else len(path.parts) - 1
+    return "/".join(path.parts[max(1, at - 1) :])
 
 
 def keep(path: pathlib.Path, new: Mapping[str, Any]) -> None:
