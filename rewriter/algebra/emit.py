@@ -60,8 +60,7 @@ class Emitter:
 
         With ``full`` every axis has its whole size; otherwise an axis on which the
         value does not depend has size one. Integers beyond ``near``, such as `FAR`, are
-        clamped to it, so that no sum with a position overflows. Choices among values
-        are not clamped, since no proof covers them.
+        clamped to it, so that no sum with a position overflows.
         """
         order = [i for group in groups for i in group]
         flags = {flag for flag, _ in p}
@@ -70,7 +69,6 @@ class Emitter:
             x = self._integer(inner, order, near)
             x = jnp.where(self._bool(flags.pop(), order), x, 0)
             return self._grouped(x, groups, full, dtype)
-        near = near if flags == {TRUE} else 0
         x = self._single(p, order)
         if x is not None and near:
             x = _near(x, near)

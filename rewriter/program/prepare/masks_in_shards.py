@@ -320,6 +320,8 @@ def _sliced(eqn: Any, makers: Makers) -> list[Any] | None:
     sources = makers.sources(table, cuts)
     if sources is None or not is_smaller(sources, table.aval):
         return None
+    if not sources and max(m for _, m, _ in ends.values()) == 1:
+        return None  # a row of positions is read as it is
     atoms = [*(value for value, _ in sources), *(at for _, _, at in ends.values())]
 
     def code(*given: Any) -> Any:

@@ -16,7 +16,25 @@ from tests.support.arrays import normal
 
 B, S, N, H = 2, 24, 2, 4
 LOWEST = np.finfo(np.float32).min
-STARTS = (-2000, -S - 1, -S, -S + 1, -9, -1, 0, 1, 7, S - 2, S - 1, S, S + 1, 2000)
+ENDS = np.iinfo(np.int32)
+STARTS = (
+    ENDS.min,
+    ENDS.max,
+    -2000,
+    -S - 1,
+    -S,
+    -S + 1,
+    -9,
+    -1,
+    0,
+    1,
+    7,
+    S - 2,
+    S - 1,
+    S,
+    S + 1,
+    2000,
+)
 Q, K, V = (normal(B, t, N, H, seed=i) for i, t in enumerate((1, S, S)))
 
 Keep = Callable[[jax.Array], jax.Array]
@@ -54,7 +72,7 @@ CASES: dict[str, tuple[str, Keep]] = {
     "row of numbers": (LENGTHS, lambda i: sliced(causal().astype(int), i) > 0),
     "indexed": (LENGTHS, lambda i: causal()[i]),
     "two axes": (LENGTHS, lambda i: jnp.tile(causal(), (3, 1, 1))[i, i]),
-    "taken, filled": (LENGTHS, lambda i: jnp.take(causal(), i, axis=0)),
+    "taken, filled": ("q k v mask", lambda i: jnp.take(causal(), i, axis=0)),
     "filled with false": (
         LENGTHS,
         lambda i: causal().at[i].get(mode="fill", fill_value=False),
