@@ -42,7 +42,7 @@ def latent_form(op: Op, name: str, about: str) -> Op:
         operands=operands,
         compute=attended,
         sizes=sizes,
-        sharding=functools.partial(_sharding, operands, op.out),
+        sharding=functools.partial(sharding, operands, op.out),
         sample=sample,
     )
     return special_form(op, name, about, form)
@@ -97,10 +97,10 @@ def _operands(op: Op) -> tuple[Operand, ...]:
     )  # fmt: skip
 
 
-def _sharding(
+def sharding(
     operands: tuple[Operand, ...], out: str, params: Mapping[str, Any]
 ) -> Sharding:
-    """How a use is split: sequences, queries and heads. All heads read the latent."""
+    """Returns how a use is split: by sequences, queries and heads, not by keys."""
     del params
     dims = {o.name: o.axes for o in operands} | {OUT: out}
     return Sharding(frozenset("btn"), local=at_own_positions, dims=dims)

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from rewriter.kernels.attention import latent_form
 from rewriter.kernels.attention.latent_form import OWN
 from rewriter.kernels.attention.pages import PARAMS
-from rewriter.kernels.attention.sharding import at_own_positions
 from rewriter.ops.form import Form, special_form
-from rewriter.ops.op import OUT, Op, Operand, Sharding
+from rewriter.ops.op import Op, Operand
 from rewriter.ops.spec import Spec
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def paged_latent_form(op: Op, name: str, about: str) -> Op:
         operands=operands,
         compute=attended,
         sizes=lambda *given: latent_form.sizes(*gathered_sizes(*given)),
-        sharding=functools.partial(_sharding, operands, op.out),
+        sharding=functools.partial(latent_form.sharding, operands, op.out),
         sample=_sample,
         defaults={**op.defaults, **{n: PARAMS[n] for n in OF_PAGES}},
     )
@@ -117,15 +116,6 @@ def _operands(op: Op) -> tuple[Operand, ...]:
         ),
         *others,
     )  # fmt: skip
-
-
-def _sharding(
-    operands: tuple[Operand, ...], out: str, params: Mapping[str, Any]
-) -> Sharding:
-    """How a use is split: sequences, queries and heads. Each device has all pages."""
-    del params
-    dims = {o.name: o.axes for o in operands} | {OUT: out}
-    return Sharding(frozenset("btn"), local=at_own_positions, dims=dims)
 
 
 def gathered_sizes(
