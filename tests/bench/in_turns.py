@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 FOLDER, PART = "REWRITER_BENCH_TURNS", "REWRITER_BENCH_PART"
@@ -28,21 +28,35 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """Returns a parser with the options of every such script."""
     made = argparse.ArgumentParser(description=doc)
     made.add_argument("--only", default="", help="parts of names, by commas")
+    made.add_argument("--passes", default="inference,step", help="by commas")
+    made.add_argument("--small", action="store_true", help="to try it on a CPU")
     made.add_argument("--repeats", type=int, default=10)
     made.add_argument("--processes", type=int, default=1, help="that prepare")
     made.add_argument("--json", type=pathlib.Path)
     return made
 
 
-def is_part() -> bool:
-    """Whether this process is one of those that `run` started."""
-    return PART in os.environ
+def rows_of(
+    module: str,
+    names: Sequence[str],
+    given: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, Sequence[str]], None],
+) -> list[Any] | None:
+    """Returns the rows of all processes; in one of those, measures and returns None.
 
-
-def part(names: Sequence[str]) -> list[str]:
-    """Returns which of the names this process measures: every n-th."""
+    Args:
+        module: The script, such as ``"tests.bench.models"``.
+        names: All that it can measure; ``--only`` takes some of them.
+        given: The script's arguments.
+        measure: Measures some names within `turn`, and calls `write`.
+    """
+    asked = given.only.split(",")
+    names = [name for name in names if any(part in name for part in asked)]
+    if PART not in os.environ:
+        return run(module, names, given)
     number, count = map(int, os.environ[PART].split("/"))
-    return list(names[number::count])
+    measure(given, names[number::count])
+    return None
 
 
 def run(module: str, names: Sequence[str], given: argparse.Namespace) -> list[Any]:

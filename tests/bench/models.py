@@ -242,17 +242,11 @@ def _threads(processes: int) -> int:
 def main() -> None:
     """Measures the models that are asked for, in several processes if so asked."""
     parser = in_turns.parser(__doc__)
-    parser.add_argument("--passes", default=",".join(PASSES), help="by commas")
-    parser.add_argument("--small", action="store_true", help="to try it on a CPU")
     parser.add_argument("--threads", type=int, help="that compile, in each process")
     given = parser.parse_args()
-    asked = given.only.split(",")
-    names = [m.name for m in MODELS if any(part in m.name for part in asked)]
-    if in_turns.is_part():
-        measure_all(given, in_turns.part(names))
-        return
-    rows = in_turns.run("tests.bench.models", names, given)
-    if given.json:
+    names = [model.name for model in MODELS]
+    rows = in_turns.rows_of("tests.bench.models", names, given, measure_all)
+    if rows is not None and given.json:
         versions = {"transformers": transformers.__version__}
         command = "python3 -m tests.bench.models" + " --small" * given.small
         record.write(given.json, command, **versions, results=rows)

@@ -177,17 +177,10 @@ def measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
 
 def main() -> None:
     """Measures the models that are asked for, in several processes if so asked."""
-    parser = in_turns.parser(__doc__)
-    parser.add_argument("--passes", default="inference,step", help="by commas")
-    parser.add_argument("--small", action="store_true", help="to try it on a CPU")
-    given = parser.parse_args()
-    asked = given.only.split(",")
-    names = [m.name for m in MODELS if any(part in m.name for part in asked)]
-    if in_turns.is_part():
-        measure_all(given, in_turns.part(names))
-        return
-    rows = in_turns.run("tests.bench.models_torch", names, given)
-    if given.json:
+    given = in_turns.parser(__doc__).parse_args()
+    names = [model.name for model in MODELS]
+    rows = in_turns.rows_of("tests.bench.models_torch", names, given, measure_all)
+    if rows is not None and given.json:
         record = {
             "command": "python3 -m tests.bench.models_torch" + " --small" * given.small,
             "device": torch.cuda.get_device_name() if device() == "cuda" else "cpu",
