@@ -722,6 +722,24 @@ def running() -> str:
     return "\n".join(lines)
 
 
+def latent_decode() -> str:
+    """One row per case of decoding against a latent cache, in microseconds."""
+    data = json.loads(record.named("latent_decode_h200").read_text())
+    by = {(r["case"], r["lengths"], r["by"]): r for r in data["results"]}
+    rows = []
+    for case, (sequences, tokens) in data["cases"].items():
+        for lengths in ("full", "drawn"):
+            ours = by[case, lengths, "two arrays"]
+            others = (by[case, lengths, x]["us"] for x in ("xla", "pages of 64"))
+            old, paged = (f"{us:.0f}" for us in others)
+            figures = f"{ours['us']:.0f}", paged, f"{ours['tf_per_s']:.0f}"
+            rows.append((sequences, tokens, lengths, old, *figures))
+    head = ("sequences", "tokens", "lengths", "as written", "`hopper_latent`")
+    note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
+    table = _table((*head, "in pages of 64", "TF/s"), rows)
+    return f"{table}\n\nReproduce with {note}."
+
+
 def public_suites() -> str:
     """Tests of public packages that ran under both, and how many differ."""
     data = json.loads(record.named("public_suites").read_text())
@@ -750,6 +768,7 @@ TABLES = {
     "structure": structure,
     "running": running,
     "public_suites": public_suites,
+    "latent_decode": latent_decode,
     "first_example": first_example,
     "gains": gains,
     "options": options,
