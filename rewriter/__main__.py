@@ -389,6 +389,8 @@ def _requirement(text: str) -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rewriter", description=__doc__)
+    version = f"rewriter {rewriter.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = _command(commands, "demo", _demo, "a real transformer, before and after")
     demo.add_argument("--out", default="rewriter_demo", help="folder for the artifact")

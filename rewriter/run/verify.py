@@ -321,7 +321,11 @@ def _notes(report: Report, found: Comparison, draws: int) -> list[str]:
         if note and site.replaced:
             notes.append(f"{site.where or site.op}: {note}")
     if not any(s.replaced for s in report.sites):
-        notes.append("nothing was rewritten: both programs are the same")
+        text = "nothing was rewritten: both programs are the same"
+        kept = (
+            ". Take arguments as large as you run, or force kernels by implementation="
+        )
+        notes.append(text + kept if report.sites else text)
     return list(dict.fromkeys(notes))
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import rewriter
 from rewriter.__main__ import BAD, GOOD, MISTAKE, main
 from rewriter.errors import ConfigError
 from rewriter.tools.targets import function_and_arguments, parsed, user_path
@@ -176,3 +177,17 @@ def test_from_a_shell(file):
     )
     assert done.returncode == BAD
     assert "attention: 0 of 1" in done.stderr
+
+
+def test_a_file_alone_is_answered_with_its_functions(file, capsys):
+    assert main(["explain", str(file)]) == MISTAKE
+    said = capsys.readouterr().err
+    assert f"Try {file}:norm" in said
+    assert f"--all {file}" in said
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == GOOD
+    assert capsys.readouterr().out == f"rewriter {rewriter.__version__}\n"
