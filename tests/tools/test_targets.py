@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -191,3 +192,22 @@ def test_version(capsys):
         main(["--version"])
     assert caught.value.code == GOOD
     assert capsys.readouterr().out == f"rewriter {rewriter.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "argv", "extra"),
+    [
+        ("flax", ["demo", "--small"], "demo"),
+        ("matplotlib", ["bench", "--op", "rms_norm", "--plot", "roof.svg"], "plot"),
+    ],
+)
+def test_a_plain_install_says_what_to_install(
+    monkeypatch, capsys, package, argv, extra
+):
+    find = importlib.util.find_spec
+    absent = lambda name, *rest: None if name == package else find(name, *rest)
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    assert main(argv) == MISTAKE
+    said = capsys.readouterr().err
+    assert f"{package} is not installed" in said
+    assert f'pip install "jaxpr-rewriter[{extra}]"' in said
