@@ -11,9 +11,9 @@ from typing import Any
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.exact_values import is_position
-from rewriter.algebra.canonicalize.intervals import of_dtype, within
+from rewriter.algebra.canonicalize.intervals import held_by, within
 from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES
-from rewriter.algebra.normal_form import Index, Poly
+from rewriter.algebra.normal_form import EXACT, Index, Poly
 from rewriter.program.graph import Node
 
 STEPS = frozenset({"add", "sub", "neg"})
@@ -35,8 +35,9 @@ def exact_sum(ev: Any, value: int, args: tuple[Index, ...]) -> Poly | None:
     if kind_of(dtype) != "i":
         return None
     form = _sum(ev, value, args)
-    exact = is_position(ev.alg, form) and within(ev.alg.bounds(form), of_dtype(dtype))
-    return form if exact else None
+    if form is None or not is_position(ev.alg, form):
+        return None
+    return form if within(ev.alg.bounds(form), held_by(dtype)) else None
 
 
 def _step(ev: Any, value: int) -> Node | None:
@@ -48,8 +49,19 @@ def _step(ev: Any, value: int) -> Node | None:
     return node if ev.has_operands(node) else None
 
 
-def _sum(ev: Any, value: int, args: tuple[Index, ...]) -> Poly:
-    """The sum modulo 2^n; what is no sum is as the machine computes it."""
+def _sum(ev: Any, value: int, args: tuple[Index, ...]) -> Poly | None:
+    """The sum modulo 2^n; what is no sum is as the machine computes it.
+
+    None if its numbers are too large to be added exactly here.
+    """
+    found = _added(ev, value, args)
+    if found is None or any(abs(c) >= EXACT for c in found.values()):
+        return None
+    return found
+
+
+def _added(ev: Any, value: int, args: tuple[Index, ...]) -> Poly | None:
+    """The same, of numbers of any size."""
     alg, node = ev.alg, _step(ev, value)
     if node is None:
         return ev.poly(value, args)
@@ -59,6 +71,8 @@ def _sum(ev: Any, value: int, args: tuple[Index, ...]) -> Poly:
     if node.prim not in STEPS:
         return ev.poly(value, args)
     forms = [_sum(ev, i, ev.aligned(i, args)) for i in node.ins]
+    if None in forms:
+        return None
     if node.prim == "neg":
         return alg.scale(forms[0], -1.0)
     return alg.add(*forms, -1.0 if node.prim == "sub" else 1.0)

@@ -67,6 +67,17 @@ def linear(end: Any) -> Any:
     return near(end + jnp.arange(T)[:, None] - (end - 2 + jnp.arange(S)))
 
 
+def narrow(dtype: str) -> Callable[[Any], Any]:
+    """Distances in numbers of another size, without a sign or with one."""
+
+    def keep(end: Any) -> Any:
+        end = jnp.asarray(end).astype(dtype)
+        mine, theirs = end + jnp.arange(T, dtype=dtype), jnp.arange(S, dtype=dtype)
+        return near((mine[:, None] + 2) - (end + theirs))
+
+    return keep
+
+
 BOTH = "kv_positions i32[2,8] first_position i32[2,3] last_position i32[2,3]"
 RINGS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "distances": (of_distances, BOTH),
@@ -76,6 +87,8 @@ RINGS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "compared": (compared, None),
     "doubled": (doubled, "window"),
     "linear": (linear, "window"),
+    "of 8 bits": (narrow("int8"), "window"),
+    "without sign": (narrow("uint32"), None),
 }
 """Masks of the end, and what is read: a mask where two positions are compared, whose
 sums may wrap around by themselves."""
@@ -96,7 +109,7 @@ def test_ages_are_positions(name: str) -> None:
         np.testing.assert_allclose(got, want, atol=1e-5, err_msg=f"{name} {end}")
     (site,) = fast.report().sites
     if wanted == "window":
-        assert None not in site.params["window"]
+        assert site.params["window"] != (None, None)
         assert "mask" not in site.shapes
     elif wanted:
         assert wanted in site.shapes
