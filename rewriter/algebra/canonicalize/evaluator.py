@@ -13,9 +13,7 @@ from rewriter.algebra.canonicalize.congruence import congruent_atom
 from rewriter.algebra.canonicalize.constant_values import Constants
 from rewriter.algebra.canonicalize.constants import FOLD
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
-from rewriter.algebra.canonicalize.exact_values import (
-    with_wraps,
-)
+from rewriter.algebra.canonicalize.exact_values import with_wraps
 from rewriter.algebra.canonicalize.intervals import held_by, interval, within
 from rewriter.algebra.canonicalize.layout import Layout, is_slice
 from rewriter.algebra.canonicalize.loop_bodies import Loops
