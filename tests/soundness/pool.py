@@ -177,17 +177,22 @@ def _answered(worker: Worker) -> tuple[Worker, list[Checked | NotRun], list[Task
         if not worker.asked.poll():
             raise TimeoutError
         reply = worker.asked.recv()
-    except (EOFError, ConnectionError, TimeoutError) as lost:
-        why = UNFINISHED if isinstance(lost, TimeoutError) else ABORTED
-        return _again(worker, FAST), *_lost(task, why)
+    except (EOFError, ConnectionError, TimeoutError) as error:
+        why = UNFINISHED if isinstance(error, TimeoutError) else ABORTED
+        return _again(worker, FAST), *lost(task, why)
     free = replace(worker, task=None, until=float("inf"))
     if task.request.only_written:
         return free, [NotRun(k, ABORTED, rewritten=True) for k in task.request.keys], []
     return free, [Checked(task.request.keys, reply)], []
 
 
-def _lost(task: Task, why: str) -> tuple[list[Checked | NotRun], list[Task]]:
-    """What follows if a process was lost with a task."""
+def lost(task: Task, why: str) -> tuple[list[Checked | NotRun], list[Task]]:
+    """What follows if a process was lost with a task: outcomes, and what to try next.
+
+    Args:
+        task: The task.
+        why: `ABORTED` or `UNFINISHED`.
+    """
     request = task.request
     if len(request.keys) > 1:
         alone = [replace(request, keys=(key,)) for key in request.keys]

@@ -9,13 +9,15 @@ could not be checked counts as not run: XLA's compiler aborted, or it took too l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TextIO
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -46,7 +48,7 @@ class Tally:
     wrong: set[Key] = field(default_factory=set)
     not_run: list[NotRun] = field(default_factory=list)
 
-    def add(self, outcome: Checked | NotRun, log: TextIO) -> None:
+    def add(self, outcome: Checked | NotRun, log: _Both) -> None:
         """Counts what came of programs, and writes down what is to be read."""
         if isinstance(outcome, NotRun):
             if outcome.rewritten:
@@ -80,8 +82,8 @@ class Tally:
         found = Counter(key.kind for key in self.replaced)
         wrong = Counter(key.kind for key in self.wrong)
         return "\n".join(
-            f"{kind:9s} {every[kind]:6d} programs, {found[kind] / every[kind]:4.0%} with"
-            f" a kernel, {wrong[kind]} wrong"
+            f"{kind:9s} {every[kind]:6d} programs, {found[kind] / every[kind]:4.0%}"
+            f" with a kernel, {wrong[kind]} wrong"
             for kind in sorted(every)
         )
 
@@ -105,7 +107,9 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="end after so many"
     )
-    parser.add_argument("--log", help="a file for findings, beside the output")
+    parser.add_argument(
+        "--log", type=Path, help="a file for findings, beside the output"
+    )
     return parser.parse_args(words)
 
 
@@ -115,11 +119,11 @@ def _keys(seeds: range, kinds: Sequence[str] | None) -> list[Key]:
     return [Key(kind, seed) for seed in seeds for kind in kinds or turns(seed)]
 
 
+@dataclass(frozen=True)
 class _Both:
-    """Writes to the output, and to a file if there is one."""
+    """Writes to several files, such as the output and a log."""
 
-    def __init__(self, file: TextIO | None) -> None:
-        self.files = [sys.stdout] + [file] * (file is not None)
+    files: tuple[TextIO, ...]
 
     def write(self, text: str) -> None:
         for file in self.files:
@@ -135,26 +139,35 @@ def main(words: Sequence[str] | None = None) -> int:
     options = _options(words)
     keys = _keys(options.seeds, options.kind)
     limits = Limits(options.limit, options.seconds)
-    log = _Both(open(options.log, "w") if options.log else None)
     tally, start = Tally(), time.monotonic()
-    said = start
-    with tempfile.TemporaryDirectory(prefix="rewriter-soundness-") as folder:
-        outcomes = run(keys, options.gradients, options.processes, limits, folder)
-        for outcome in outcomes:
-            tally.add(outcome, log)
-            if time.monotonic() > said + EVERY:
-                said = time.monotonic()
-                print(f"{said - start:.0f} s: {tally.line()}", file=sys.stderr)
-    print(tally.kinds(), file=log)
-    ways = "forward and gradients" if options.gradients else "forward"
-    seeds = f"{options.seeds.start}:{options.seeds.stop}"
-    print(
-        f"seeds {seeds}, {ways}, jax {jax.__version__}: {tally.line()};"
-        f" {time.monotonic() - start:.0f} s, {options.processes} processes",
-        file=log,
-        flush=True,
-    )
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context
+        files = [opened(options.log.open("w"))] if options.log else []
+        log = _Both((sys.stdout, *files))
+        folder = opened(tempfile.TemporaryDirectory(prefix="rewriter-soundness-"))
+        _count(
+            tally, run(keys, options.gradients, options.processes, limits, folder), log
+        )
+        ways = "forward and gradients" if options.gradients else "forward"
+        seeds = f"{options.seeds.start}:{options.seeds.stop}"
+        print(
+            f"{tally.kinds()}\nseeds {seeds}, {ways}, jax {jax.__version__}:"
+            f" {tally.line()}; {time.monotonic() - start:.0f} s,"
+            f" {options.processes} processes",
+            file=log,
+            flush=True,
+        )
     return bool(tally.wrong)
+
+
+def _count(tally: Tally, outcomes: Iterable[Checked | NotRun], log: _Both) -> None:
+    """Counts what comes, and says from time to time how far it is."""
+    start = said = time.monotonic()
+    for outcome in outcomes:
+        tally.add(outcome, log)
+        if time.monotonic() > said + EVERY:
+            said = time.monotonic()
+            print(f"{said - start:.0f} s: {tally.line()}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
