@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, is_local
-from rewriter.algebra.normal_form import TRUE, OverBudget, Poly
+from rewriter.algebra.normal_form import TRUE, Algebra, OverBudget, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
@@ -49,6 +49,7 @@ from rewriter.patterns.gated_linear_unit.slopes import Side, with_slopes
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
 from rewriter.program.walk import equations_above
+from rewriter.support.assumptions import FINITE
 
 NAME = "gated_linear_unit"
 ANCHORS = frozenset({
@@ -197,6 +198,8 @@ def read(
     found, more = _activated(find, act_form, gate_sums[0])
     number = alg.const(found.factor * up_branch.factor)
     outer = [p for p in (times, more, number) if p not in (None, alg.const(1.0))]
+    if any(_has_choices(alg, p) for p in outer) and _selects(find, inside, act, up):
+        ev.assume(FINITE, "values that a branch does not choose are assumed finite")
     made = _Assembly(find, ev, value, args, form, found, up_branch).reading(outer)
     sides = {
         "slopes": Side(act, found.gate, GATE, found.name, found.beta),
@@ -234,6 +237,26 @@ def _activated(find: Finder, act: Poly, contraction: int):
     keep = frozenset(a for a, _ in branches[0].term)
     more, act = common_factor(alg, act, keep)
     return activated(alg, act, branches), more
+
+
+def _has_choices(alg: Algebra, p: Poly) -> bool:
+    """Whether a factor is 0 or not, as a boolean says."""
+    return any(
+        flag != TRUE or any(alg.kind(a) == "ind" for a, _ in mono) for flag, mono in p
+    )
+
+
+def _selects(find: Finder, inside: frozenset[int], act: int, up: int) -> bool:
+    """Whether a branch chooses between its values and others.
+
+    A choice hides NaN and infinities, and a factor of 0 does not.
+    """
+    for value in {act, up} - inside:
+        between = find.below(inside, value) - inside
+        nodes = equations_above(find.graph, {value}, lambda _: True, between)
+        if any(node.prim == "select_n" for node in nodes):
+            return True
+    return False
 
 
 class _Assembly:

@@ -50,11 +50,11 @@ BENT = frozenset({
 })  # fmt: skip
 """Primitives with which a smooth function is written in parts that meet at 0."""
 
-TWICE = (
-    "the program has its activation twice, with and without a rule for derivatives, "
-    "and does not compute the gradients itself"
-)
+TWICE = "the program has its activation twice, with and without a rule for derivatives"
 """Why a unit is left alone: JAX may differentiate it by either."""
+
+NO_GRADIENTS = f"{TWICE}, and does not compute the gradients itself"
+"""The same where a checkpoint computes the activation again, without its rule."""
 
 AWAY = 1.25
 """How far from the kinks derivatives are compared that must agree."""
@@ -138,7 +138,7 @@ def with_slopes(
         return reading
     return dataclasses.replace(
         reading,
-        needs_backward="" if one_rule else TWICE,
+        needs_backward="" if one_rule else NO_GRADIENTS,
         params={**reading.params, **named, **found},
         check_params={**reading.check_params, **dict.fromkeys(found, ())},
         backward_params={
@@ -316,7 +316,9 @@ def _own(
         own = _wide(derivatives_at(region, points, find.number))
     except (NotKnown, NotTaken) as why:
         raise Refused("slopes", f"derivatives at its kinks: {why}", score=0.6) from why
-    made = (v for _, _, outs in region.steps for v in outs if v is not None)
+    made = [v for _, _, outs in region.steps for v in outs if v is not None]
+    if not all(has_one_rule(find.graph, v, recomputed=False) for v in made):
+        raise Refused("slopes", TWICE, score=0.6)
     return own, all(has_one_rule(find.graph, v) for v in made)
 
 

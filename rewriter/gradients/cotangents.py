@@ -254,15 +254,17 @@ class Cones:
     Args:
         graph: The program.
         stops: Where to stop.
-        foreign: Constants on which a value may not depend.
+        foreign: Values on which a value may not depend.
     """
 
     def __init__(
-        self, graph: Graph, stops: frozenset[int], foreign: frozenset[int] = NOTHING
+        self, graph: Graph, stops: frozenset[int], foreign: Set[int] = NOTHING
     ):
-        self.graph, self.stops, self.foreign = graph, stops, foreign
+        self.graph, self.stops = graph, stops
         self._reads: dict[int, tuple[frozenset[int], tuple[int, ...]]] = {}
-        self._known: dict[int, frozenset[int] | None] = dict.fromkeys(stops, NOTHING)
+        self._known: dict[int, frozenset[int] | None] = {
+            **dict.fromkeys(foreign), **dict.fromkeys(stops, NOTHING)
+        }  # fmt: skip
 
     def of(self, value: int) -> frozenset[int] | None:
         """The values, this one too; None if it depends on anything but the stops.
@@ -276,7 +278,7 @@ class Cones:
             if current in known:
                 stack.pop()
             elif current in constants:
-                known[current] = None if current in self.foreign else NOTHING
+                known[current] = NOTHING
             else:
                 self._step(current, stack)
         return known[value]

@@ -50,6 +50,7 @@ def proved_gradients(
     returned: Set[int],
     factors: Set[int] | None = None,
     results: Mapping[int, int] = NO_RESULTS,
+    foreign: Set[int] = frozenset(),
 ) -> Backward | None:
     """The gradients below one candidate for the cotangent.
 
@@ -64,8 +65,9 @@ def proved_gradients(
             None if it is for any cotangent.
         results: The results of the reading's parameter that are given, as of
             `results_here`; empty if they are computed.
+        foreign: Values through which no gradient of the match is computed.
     """
-    found = _candidates(graph, match, cotangent, factors, results)
+    found = _candidates(graph, match, cotangent, factors, results, foreign)
     if not found.cones and found.joined is None:
         return None
     by_value = factors is not None
@@ -128,6 +130,7 @@ def _candidates(
     cotangent: int,
     factors: Set[int] | None,
     results: Mapping[int, int],
+    foreign: Set[int],
 ) -> _Candidates:
     leaves = (v for _, v in match.leaves)
     stops = frozenset(
@@ -135,7 +138,8 @@ def _candidates(
     ).union(factors or ())
     reached = below(graph, cotangent)
     moving = linear(graph, reached, stops)
-    cones = _cones(graph, match, reached, stops, moving)
+    barred = foreign | _constants_of_others(graph, match)
+    cones = _cones(graph, match, reached, stops, moving, barred)
     joined = shares(graph, reached, moving, stops)
     if joined is not None:
         stops |= joined.foreign
@@ -197,6 +201,7 @@ def _cones(
     reached: Sequence[int],
     stops: frozenset[int],
     moving: Set[int],
+    barred: Set[int],
 ) -> dict[int, frozenset[int]]:
     """The cones of values with a leaf's shape that depend only on the stops.
 
@@ -205,7 +210,7 @@ def _cones(
     over are such arrays. Behind them are the gradients of earlier layers.
     """
     shapes = {graph.shape(v) for _, v in match.leaves}
-    cones = Cones(graph, stops, _constants_of_others(graph, match))
+    cones = Cones(graph, stops, barred)
     found = {
         v: cones.of(v)
         for v in reached

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from jax.extend.core import InconclusiveDimensionOperation
@@ -36,6 +36,7 @@ from rewriter.gradients.other_layouts import OtherLayouts
 from rewriter.gradients.proof import proved_gradients
 from rewriter.gradients.proved_before import ProvedGradients, known, reapplied
 from rewriter.gradients.reference import traced_gradients
+from rewriter.ops.slopes import SLOPES
 from rewriter.program.graph import Graph, Scope
 from rewriter.support.verdict import Reason
 
@@ -62,6 +63,8 @@ class ProofCache:
         alone: The same, counting regions without gradients in any layout of the result.
         ruled: By the id of a reading, those with the gradients of a user's rule.
         unproved: Why gradients of a reading could not be distinguished from others.
+        foreign: By the value of a match, what only other spellings compute of its
+            function. Gradients through these have other derivatives at kinks.
     """
 
     returned: set[int]
@@ -71,6 +74,7 @@ class ProofCache:
     alone: collections.Counter[int] = field(default_factory=collections.Counter)
     ruled: dict[int, tuple[Reading, ...]] = field(default_factory=dict)
     unproved: dict[int, str] = field(default_factory=dict)
+    foreign: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Gradients:
 def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
     """Finds the gradients that a program computes for its matches."""
     graph = regions.graph
-    memory = ProofCache(returned(graph))
+    memory = ProofCache(returned(graph), foreign=_other_spellings(matches))
     layouts, cut = OtherLayouts(regions, memory.returned), OperandPieces(regions)
     failures: list[Reason] = []
     taken: list[tuple[Match, Backward | None]] = []
@@ -128,6 +132,28 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
     )
     matches = tuple(match for match, _ in taken)
     return Gradients(matches, _each_once(taken), why, tuple(failures))
+
+
+def _other_spellings(matches: Sequence[Match]) -> dict[int, frozenset[int]]:
+    """By the value of a match, what only other spellings of its function compute.
+
+    Those are matches of the same op with other derivatives at its kinks. They may share
+    operands, and even gradients: that of a weight is the same number in each of them.
+    """
+    slopes = lambda m: tuple(m.spec.param(name) for name in SLOPES)
+    with_kinks = [m for m in matches if m.op.differentiated is not None]
+    if len(set(map(slopes, with_kinks))) < 2:
+        return {}
+    return {
+        match.value: frozenset().union(
+            *(
+                other.inner - match.inner
+                for other in with_kinks
+                if other.op is match.op and slopes(other) != slopes(match)
+            )
+        )
+        for match in with_kinks
+    }
 
 
 def _without_scale_only(
@@ -378,7 +404,7 @@ def _proved(
     most = OF_A_LOSS if reduces(graph, match) else CANDIDATES
     for cotangent in candidates[:most]:
         try:
-            found = _proved_at(graph, match, cotangent, reference, memory.returned)
+            found = _proved_at(graph, match, cotangent, reference, memory)
         except (OverBudget, NotImplementedError) as error:
             # Too large a form; or JAX cannot differentiate the reference, as that of
             # a ragged contraction.
@@ -399,7 +425,7 @@ def _proved_at(
     match: Match,
     cotangent: int,
     reference: Callable[[bool], Graph],
-    returned: Set[int],
+    memory: ProofCache,
 ) -> Backward | None:
     """The gradients below one candidate for the cotangent, proved in one of the ways.
 
@@ -409,20 +435,25 @@ def _proved_at(
         cotangent: The candidate.
         reference: Returns the expected gradients, if the results of the parameter are
             given, and if they are not.
-        returned: What bodies return.
+        memory: Earlier results.
     """
     given, computed = (functools.partial(reference, x) for x in (True, False))
     region = graph, match, cotangent
+    proved = functools.partial(
+        proved_gradients,
+        returned=memory.returned,
+        foreign=memory.foreign.get(match.value, frozenset()),
+    )
     found = None
     if results := results_here(graph, match):
-        found = proved_gradients(*region, given, returned, results=results)
+        found = proved(*region, given, results=results)
         if found is not None and _has_all(graph, match, found):
             return found
-    other = proved_gradients(*region, computed, returned)
+    other = proved(*region, computed)
     if other is not None and (found is None or len(other.grads) > len(found.grads)):
         found = other
     if found is None and (factors := factors_of(graph, match, cotangent)):
-        found = proved_gradients(*region, computed, returned, *factors)
+        found = proved(*region, computed, factors=factors[0])
     return found
 
 

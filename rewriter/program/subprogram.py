@@ -28,16 +28,22 @@ def rules_around(graph: Graph, value: int) -> list[Any]:
     return [eqn for eqn, outs in _rules(scope) if value not in outs]
 
 
-def has_one_rule(graph: Graph, value: int) -> bool:
+def has_one_rule(graph: Graph, value: int, *, recomputed: bool = True) -> bool:
     """Whether the same derivative rule, or none, is for each copy of an equation.
 
     The graph merges `jax.nn.relu(x)` and `jnp.maximum(x, 0)`, which JAX does not
     differentiate alike.
+
+    Args:
+        graph: The program.
+        value: A result of the equation.
+        recomputed: Whether copies count that a checkpoint computes again.
     """
     node = graph.node_of(value)
     if node is None or not node.copies:
         return True
-    return len({node.scope.rules, *(scope.rules for scope, _, _ in node.copies)}) == 1
+    scopes = (node.scope, *(scope for scope, _, _ in node.copies))
+    return len({s.rules for s in scopes if recomputed or not s.runs_again}) <= 1
 
 
 def _rules(scope: Scope) -> Iterator[tuple[Any, list[int | None]]]:

@@ -445,7 +445,7 @@ def test_norm_of_one_row(centred: bool, after: Callable) -> None:
 def test_gradients_too_large_to_compare_are_a_reason(monkeypatch) -> None:
     """The forward is left alone, and the report says what was in the way."""
 
-    def large(*args):
+    def large(*args, **how):
         raise OverBudget("more than 9 terms")
 
     monkeypatch.setattr(search, "proved_gradients", large)

@@ -61,6 +61,20 @@ BOTTOMLESS = {
 }
 """The same of which nothing is smaller."""
 
+OF_OWN_GROUP = {
+    r"lax\.ragged_dot\((\w+), (\w+), (\w+)\)": (
+        r"jnp.where((jnp.arange(\1.shape[0]) < \3.sum())[:, None], "
+        r"jnp.einsum('mk,mkf->mf', \1, \2[jnp.repeat(jnp.arange(\2.shape[0]), \3, "
+        r"total_repeat_length=\1.shape[0])]), 0.0)"
+    )
+}
+"""Products in which no row meets another group's matrix: JAX multiplies it by zeros."""
+
+
+def of_own_group(program: Program) -> Program:
+    """Returns the program with ragged dots that read only a row's own matrix."""
+    return _written(program, OF_OWN_GROUP)
+
 
 def stable(program: Program) -> Program:
     """Returns the program with what overflows written otherwise."""
@@ -75,6 +89,12 @@ def deep(program: Program) -> Program:
 def hiding(program: Program) -> Program:
     """Returns the program with fills that hide all scores."""
     return _written(program, DEEP)
+
+
+def wide(program: Program) -> Program:
+    """Returns a norm without its casts to float32, for runs in float64."""
+    casts = {r"\.astype\(jnp\.float32\)": ".astype(jnp.float64)"}
+    return _written(program, casts if program.kind == "norm" else {})
 
 
 def shifted(program: Program) -> Program:

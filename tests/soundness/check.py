@@ -173,6 +173,11 @@ class Original:
         return tolerance.with_rounding(self.others, self.of, self.program, self.own)
 
     @functools.cached_property
+    def of_own_group(self) -> Sequence[Any]:
+        """What it gives if no row meets the matrices of other groups."""
+        return passes.compiled(self.of(allowed.of_own_group(self.program)))(self.own)
+
+    @functools.cached_property
     def filled(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """What it gives for two fillings of the arguments that are not finite."""
         run = passes.compiled(self.of(self.program))
@@ -287,9 +292,15 @@ def _behind_masks(original: Original, before: Any, after: Any) -> list[np.ndarra
     finite = all(np.isfinite(tolerance.numbers(v)).all() for v in original.own)
     if finite or original.program.kind not in (*ATTENTION, "ragged"):
         return nothing
-    return [
+    hidden = [
         _skipped(*(tolerance.numbers(x) for x in of))
         for of in zip(after, *original.filled, strict=True)
+    ]
+    if original.program.kind != "ragged":
+        return hidden
+    return [
+        skipped | _near(tolerance.numbers(x), tolerance.numbers(y), 1e-3)
+        for skipped, x, y in zip(hidden, after, original.of_own_group, strict=True)
     ]
 
 

@@ -2,9 +2,12 @@
 
 The method is Monte Carlo arithmetic (Parker, 1997): what differs between such runs is
 what rounding alone decides, whatever the order of sums. Only what depends on operands
-is changed, since what a mask lets through is exact. Every second run adds the products
-of a matrix product from the end: if they overflow, their order decides between an
-infinity and NaN.
+is changed, since what a mask lets through is exact.
+
+Runs take turns in how they add the products of a matrix product: as they are, from the
+end, or those above zero apart from those below. If products overflow, their order
+decides between an infinity and NaN. So does a fused multiply-add, which rounds no
+product: with it an infinity stays one when a product of the other sign overflows.
 """
 
 from __future__ import annotations
@@ -38,6 +41,10 @@ CALLS = frozenset({
 })  # fmt: skip
 
 
+Bind = Callable[[Any, Sequence[Any]], Any]
+"""Gives what an equation does, of its operands."""
+
+
 def rounded(
     run: Callable[[Sequence[Any]], Sequence[Any]],
     values: Sequence[Any],
@@ -56,8 +63,8 @@ def rounded(
     draw = np.random.default_rng(seed)
     depends = [i in operands for i in range(len(values))]
     given = [jnp.asarray(v) for v in values]
-    backwards = bool(seed % 2)
-    out, _ = _run(traced.jaxpr, traced.consts, given, depends, draw, backwards)
+    bind = ORDERS[seed % len(ORDERS)]
+    out, _ = _run(traced.jaxpr, traced.consts, given, depends, draw, bind)
     return [np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64) for x in out]
 
 
@@ -67,7 +74,7 @@ def _run(
     given: Sequence[Any],
     depends: Sequence[bool],
     draw: np.random.Generator,
-    backwards: bool,
+    bind: Bind,
 ) -> tuple[list[Any], list[bool]]:
     """Results of a program, and which of them depend on operands."""
     known: dict[Any, tuple[Any, bool]] = {}
@@ -86,11 +93,9 @@ def _run(
         if name in CALLS:
             body = next(eqn.params[k] for k in BODIES if k in eqn.params)
             inner, own = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-            outs, which = _run(inner, own, args, counts, draw, backwards)
+            outs, which = _run(inner, own, args, counts, draw, bind)
         else:
-            if backwards and any(counts):
-                args = _backwards(eqn, args)
-            outs = eqn.primitive.bind(*args, **eqn.params)
+            outs = (bind if any(counts) else _bind)(eqn, args)
             outs = list(outs) if eqn.primitive.multiple_results else [outs]
             which = [any(counts)] * len(outs)
             if any(counts) and name not in EXACT:
@@ -100,19 +105,48 @@ def _run(
     return [x for x, _ in found], [c for _, c in found]
 
 
-def _backwards(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """The operands of a matrix product, from the end along the axes that it sums."""
+def _bind(eqn: Any, args: Sequence[Any]) -> Any:
+    """What an equation gives, as it is."""
+    return eqn.primitive.bind(*args, **eqn.params)
+
+
+def _backwards(eqn: Any, args: Sequence[Any]) -> Any:
+    """The same, of a matrix product from the end along the axes that it sums."""
     if eqn.primitive.name == "dot_general":
         contracted, _ = eqn.params["dimension_numbers"]
     elif eqn.primitive.name == "ragged_dot_general":
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         contracted, _ = numbers.dot_dimension_numbers
         if set(numbers.lhs_ragged_dimensions) & set(contracted[0]):
-            return list(args)  # groups lie along it
+            return _bind(eqn, args)  # groups lie along it
     else:
-        return list(args)
+        return _bind(eqn, args)
     turned = [jax.lax.rev(x, axes) for x, axes in zip(args, contracted, strict=False)]
-    return [*turned, *args[len(turned) :]]
+    return _bind(eqn, [*turned, *args[len(turned) :]])
+
+
+def _by_sign(eqn: Any, args: Sequence[Any]) -> Any:
+    """The same, of a matrix product with products above zero apart from those below.
+
+    Only what is not finite comes of that. Numbers stay as they are, and so do products
+    with operands that are not finite, since zero times those is NaN.
+    """
+    together = _bind(eqn, args)
+    if eqn.primitive.name not in ("dot_general", "ragged_dot_general"):
+        return together
+    (a, b), more = args[:2], args[2:]
+    if not bool(jnp.isfinite(a).all() & jnp.isfinite(b).all()):
+        return together
+    product = lambda x, y: _bind(eqn, [x, y, *more])
+    above, below = (lambda x: jnp.maximum(x, 0)), (lambda x: jnp.maximum(-x, 0))
+    positive = product(above(a), above(b)) + product(below(a), below(b))
+    negative = product(above(a), below(b)) + product(below(a), above(b))
+    finite = jnp.isfinite(positive) & jnp.isfinite(negative)
+    return jnp.where(finite, together, positive - negative)
+
+
+ORDERS: tuple[Bind, ...] = (_bind, _backwards, _by_sign)
+"""How runs take turns."""
 
 
 def _off(x: Any, draw: np.random.Generator) -> Any:

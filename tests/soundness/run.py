@@ -1,81 +1,173 @@
 """Random programs by the thousand, and which of them the rewriter changes.
 
-python -m tests.soundness.run --programs 10000 [--first N] [--kind mask] [--grad]
+python -m tests.soundness.run --seeds 0:10000 --gradients --processes 60 --log FILE
+
+Prints every finding with its seed, and a summary in one line at the end. A program that
+could not be checked counts as not run: XLA's compiler aborted, or it took too long.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
 
-os.environ["REWRITER_CACHE_DIR"] = tempfile.mkdtemp(prefix="rewriter-soundness-")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-from tests.soundness.check import FORWARD, WAYS, Finding, check
-from tests.soundness.grammar import KINDS, program
-from tests.soundness.program import Program
+import jax
 
-TOGETHER = 15
+from tests.soundness.grammar import KINDS, TURNS
+from tests.soundness.pool import Checked, Limits, NotRun, run
+from tests.soundness.worker import Key
+
+EVERY = 20.0
+"""Seconds between two lines that say how far it is."""
 
 
-def batches(programs: Sequence[Program]) -> Iterator[Sequence[Program]]:
-    """Programs that are compiled together."""
-    for first in range(0, len(programs), TOGETHER):
-        yield programs[first : first + TOGETHER]
+@dataclass
+class Tally:
+    """What came of the programs so far.
+
+    Attributes:
+        checked: Programs that were compared.
+        replaced: Those with a kernel in the forward pass.
+        wrong: Those that are computed otherwise.
+        not_run: Those that were not compared, by the reason.
+    """
+
+    checked: list[Key] = field(default_factory=list)
+    replaced: set[Key] = field(default_factory=set)
+    wrong: set[Key] = field(default_factory=set)
+    not_run: list[NotRun] = field(default_factory=list)
+
+    def add(self, outcome: Checked | NotRun, log: _Both) -> None:
+        """Counts what came of programs, and writes down what is to be read."""
+        if isinstance(outcome, NotRun):
+            if outcome.rewritten:
+                self.wrong.add(outcome.key)
+                text = f"wrong: {outcome.why} when rewritten, and not as it is written"
+            else:
+                self.not_run.append(outcome)
+                text = f"not run: {outcome.why}"
+            print(f"{outcome.key}: {text}", file=log, flush=True)
+            return
+        self.checked += outcome.keys
+        self.replaced |= set(outcome.reply.replaced)
+        for key, text in outcome.reply.findings:
+            self.wrong.add(key)
+            print(text, file=log, flush=True)
+
+    def line(self) -> str:
+        """All counts in one line."""
+        same = len(set(self.checked) - self.wrong)
+        reasons = Counter(one.why for one in self.not_run)
+        which = ", ".join(f"{n}: {why}" for why, n in reasons.items())
+        lost = f"{len(self.not_run)} not run" + (f" ({which})" if which else "")
+        return (
+            f"{same} the same, {len(self.wrong)} wrong, {lost};"
+            f" {len(self.replaced)} with a kernel"
+        )
+
+    def kinds(self) -> str:
+        """How many programs of each kind have a kernel, and how many are wrong."""
+        every = Counter(key.kind for key in self.checked)
+        found = Counter(key.kind for key in self.replaced)
+        wrong = Counter(key.kind for key in self.wrong)
+        return "\n".join(
+            f"{kind:9s} {every[kind]:6d} programs, {found[kind] / every[kind]:4.0%}"
+            f" with a kernel, {wrong[kind]} wrong"
+            for kind in sorted(every)
+        )
+
+
+def _options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    seeds = lambda text: range(*map(int, text.split(":")))
+    parser.add_argument("--seeds", type=seeds, default=range(300), metavar="FIRST:END")
+    parser.add_argument(
+        "--kind", choices=sorted(KINDS), action="append",
+        help="may be given several times; without it kinds take turns",
+    )  # fmt: skip
+    parser.add_argument("--gradients", action="store_true", help="gradients, too")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument(
+        "--limit", type=float, default=150.0,
+        help="seconds for 15 programs together, and for one that is checked alone",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="end after so many"
+    )
+    parser.add_argument(
+        "--log", type=Path, help="a file for findings, beside the output"
+    )
+    return parser.parse_args(words)
+
+
+def _keys(seeds: range, kinds: Sequence[str] | None) -> list[Key]:
+    """The programs of seeds."""
+    turns = lambda seed: [TURNS[seed % len(TURNS)]]
+    return [Key(kind, seed) for seed in seeds for kind in kinds or turns(seed)]
+
+
+@dataclass(frozen=True)
+class _Both:
+    """Writes to several files, such as the output and a log."""
+
+    files: tuple[TextIO, ...]
+
+    def write(self, text: str) -> None:
+        for file in self.files:
+            file.write(text)
+
+    def flush(self) -> None:
+        for file in self.files:
+            file.flush()
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Prints what is wrong, and says whether anything is."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", type=int, default=300)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--kind", choices=sorted(KINDS))
-    parser.add_argument("--grad", action="store_true", help="gradients, too")
-    options = parser.parse_args(words)
-    seeds = range(options.first, options.first + options.programs)
-    programs = [program(seed, options.kind) for seed in seeds]
-    findings: list[Finding] = []
-    replaced: set[str] = set()
-    done, start = 0, time.perf_counter()
-    for together in batches(programs):
-        outcome = check(together, WAYS if options.grad else (FORWARD,))
-        findings += outcome.findings
-        replaced |= outcome.replaced
-        done += len(together)
-        for finding in outcome.findings:
-            print(finding, flush=True)
-        seconds = time.perf_counter() - start
+    options = _options(words)
+    keys = _keys(options.seeds, options.kind)
+    limits = Limits(options.limit, options.seconds)
+    tally, start = Tally(), time.monotonic()
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context
+        files = [opened(options.log.open("w"))] if options.log else []
+        log = _Both((sys.stdout, *files))
+        folder = opened(tempfile.TemporaryDirectory(prefix="rewriter-soundness-"))
+        _count(
+            tally, run(keys, options.gradients, options.processes, limits, folder), log
+        )
+        ways = "forward and gradients" if options.gradients else "forward"
+        seeds = f"{options.seeds.start}:{options.seeds.stop}"
         print(
-            f"{done} programs, {len(replaced)} with a kernel, {len(findings)} wrong,"
-            f" {seconds:.0f} s",
-            file=sys.stderr,
+            f"{tally.kinds()}\nseeds {seeds}, {ways}, jax {jax.__version__}:"
+            f" {tally.line()}; {time.monotonic() - start:.0f} s,"
+            f" {options.processes} processes",
+            file=log,
             flush=True,
         )
-    print(_summary(programs, replaced, findings))
-    return bool(findings)
+    return bool(tally.wrong)
 
 
-def _summary(
-    programs: Sequence[Program], replaced: set[str], findings: Sequence[Finding]
-) -> str:
-    """How many programs of each kind have a kernel, and how many are wrong."""
-    every = Counter(p.kind for p in programs)
-    found = Counter(p.kind for p in programs if p.file in replaced)
-    wrong = Counter(
-        kind for kind, _ in {(f.program.kind, f.program.seed) for f in findings}
-    )
-    lines = [
-        f"{kind:8s} {every[kind]:6d} programs, {found[kind] / every[kind]:4.0%} with a"
-        f" kernel, {wrong[kind]} wrong"
-        for kind in every
-    ]
-    return "\n".join(lines)
+def _count(tally: Tally, outcomes: Iterable[Checked | NotRun], log: _Both) -> None:
+    """Counts what comes, and says from time to time how far it is."""
+    start = said = time.monotonic()
+    for outcome in outcomes:
+        tally.add(outcome, log)
+        if time.monotonic() > said + EVERY:
+            said = time.monotonic()
+            print(f"{said - start:.0f} s: {tally.line()}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

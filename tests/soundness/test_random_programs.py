@@ -44,3 +44,18 @@ def test_kinds_that_are_asked_for(kind: str, first: int, ways: Sequence[Way]) ->
     outcome = check([program(seed, kind) for seed in seeds], ways)
     assert not outcome.findings, "\n".join(map(str, outcome.findings))
     assert 3 * len(outcome.replaced) >= TOGETHER, "too few programs have a kernel"
+
+
+FOUND = {
+    "ragged": (251, 1763),
+    "norm": (888,),
+    "unit": (1123, 3175),
+}
+"""Seeds that differed: by what is allowed, but for units that chose in a branch."""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", FOUND)
+def test_seeds_that_differed(kind: str) -> None:
+    outcome = check([program(seed, kind) for seed in FOUND[kind]], WAYS)
+    assert not outcome.findings, "\n".join(map(str, outcome.findings))

@@ -147,6 +147,46 @@ def test_more_units(way: str, usual: bool) -> None:
     )
 
 
+RELU = jax.nn.relu
+PAIRS = {
+    "maximum, choice": (KINKED["maximum"], KINKED["zero below"]),
+    "rule, choice": (RELU, KINKED["zero below"]),
+    "rule, maximum": (RELU, KINKED["maximum"]),
+    "two choices": (KINKED["zero up to 0"], KINKED["zero below"]),
+    "two rules": (KINKED["own rule"], RELU),
+    "bounds": (KINKED["six by clip"], lambda a: jnp.minimum(RELU(a), 6)),
+    "bound of a rule": (jax.nn.relu6, KINKED["six by clip"]),
+    "leaky": (jax.nn.leaky_relu, KINKED["leaky by maximum"]),
+    "elu": (jax.nn.elu, lambda a: jnp.where(a >= 0, a, jnp.expm1(a))),
+    "cut": (KINKED["silu, clipped"], lambda a: jax.nn.silu(jnp.minimum(a, 7))),
+}
+
+
+def pair(name: str) -> Callable[..., Any]:
+    """Two spellings of one function, of one array."""
+    first, second = PAIRS[name]
+
+    def f(x: Any, gate: Any, up: Any, bias: Any) -> Any:
+        y = x @ gate + bias
+        return first(y) * (x @ up) + second(y) * (x @ jnp.cos(up))
+
+    return f
+
+
+@pytest.mark.parametrize("way", ["jvp(optimize(grad))"])
+def test_two_spellings_of_one_array(way: str) -> None:
+    """The gradient of one's weight is the same number by the other's equations."""
+    compare({n: pair(n) for n in ("maximum, choice", "rule, maximum")}, OPERANDS, way)
+
+
+@pytest.mark.once
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_more_spellings_of_one_array(name: str, way: str) -> None:
+    compare({name: pair(name)}, OPERANDS, way)
+
+
 def test_what_is_found() -> None:
     def slopes(name: str) -> Any:
         (site,) = params(UNITS[name], OPERANDS)

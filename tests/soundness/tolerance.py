@@ -88,9 +88,8 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
     with jax.disable_jit():  # of JAX's arrays: numpy indexes otherwise
         eager = [numbers(x) for x in run([jnp.asarray(v) for v in values])]
     exactly = functools.cache(lambda p: _exact(of(p), program, values))
-    exact, *right = map(
-        exactly, (program, allowed.stable(program), allowed.deep(program))
-    )
+    others = (allowed.stable(program), allowed.deep(program), allowed.wide(program))
+    exact, *right = map(exactly, (program, *others))
     bottomless = allowed.bottomless(program)
     bare = exactly(bottomless)
     unseen = [np.isnan(x) for x in bare]
