@@ -14,6 +14,7 @@ from rewriter.kernels.attention.hopper.config import (
     backward_widths,
     sees_unevenly,
 )
+from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -74,7 +75,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     (``tests/bench/results/hopper_attention_h200.json``).
     """
     h, e = backward_widths(spec)
-    width, extra = max(h, e), extra_in(spec)
+    width, extra, halves = max(h, e), extra_in(spec), is_halved(spec.dtype("q"))
     window = spec.param("window", (None, None))
     if extra.computed:
         best = BackwardTiles(64, 64)
@@ -89,9 +90,9 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
         best = (
             BackwardTiles(64, 128) if sees_unevenly(spec) else BackwardTiles(64, 64, 3)
         )
-    tried = (best, replace(best, keys=64), *WIDE)
+    tried = (best, replace(best, keys=64), *(HALVES if halves else WIDE))
     tried = [_claiming_backward(x, spec) for x in tried]
-    fitting = (x for x in tried if fits_backward_widths(x, h, e, extra).ok)
+    fitting = (x for x in tried if fits_backward_widths(x, h, e, extra, halves).ok)
     return replace(next(fitting, best), programs=processors(device))
 
 
@@ -107,9 +108,10 @@ def _claiming_backward(config: BackwardTiles, spec: Spec) -> BackwardTiles:
     with segments, and 1.01 where all tiles are alike.
     """
     (h, e), extra = backward_widths(spec), extra_in(spec)
+    halves = is_halved(spec.dtype("q"))
     differ = sees_unevenly(spec) or extra.rows or extra.columns or spec.has("mask")
     made = replace(config, claimed=config.programs > 0 and bool(differ))
-    fits = fits_backward_widths(made, h, e, extra).ok
+    fits = fits_backward_widths(made, h, e, extra, halves).ok
     return made if fits else replace(made, claimed=False)
 
 
@@ -128,6 +130,8 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
 
 
 def _backward_configs(spec: Spec) -> list[BackwardTiles]:
+    if is_halved(spec.dtype("q")):
+        return list(HALVES)
     width = max(backward_widths(spec))
     if width <= 64:
         return [
@@ -155,10 +159,19 @@ of biases they take the others. ptxas 13.0 spills no register in any of them.
 """
 
 
-def first_fitting_backward(h: int, e: int, extra: Extra = NONE) -> BackwardTiles | None:
+HALVES = (
+    BackwardTiles(64, 64), BackwardTiles(64, 128), BackwardTiles(64, 64, 3),
+    BackwardTiles(32, 64), BackwardTiles(32, 32),
+)  # fmt: skip
+"""Configs for operands of float32: each half takes as much memory as 16 bits do."""
+
+
+def first_fitting_backward(
+    h: int, e: int, extra: Extra = NONE, halves: bool = False
+) -> BackwardTiles | None:
     """Returns the same for the backward; None if nothing fits."""
-    tried = (BackwardTiles(), *WIDE)
-    fitting = (x for x in tried if fits_backward_widths(x, h, e, extra).ok)
+    tried = (BackwardTiles(), *(HALVES if halves else WIDE))
+    fitting = (x for x in tried if fits_backward_widths(x, h, e, extra, halves).ok)
     return next(fitting, None)
 
 
@@ -166,11 +179,12 @@ def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config of the backward can run."""
     del device
     h, e = backward_widths(spec)
-    return fits_backward_widths(config, h, e, extra_in(spec))
+    halves = is_halved(spec.dtype("q"))
+    return fits_backward_widths(config, h, e, extra_in(spec), halves)
 
 
 def fits_backward_widths(
-    config: BackwardTiles, h: int, e: int, extra: Extra = NONE
+    config: BackwardTiles, h: int, e: int, extra: Extra = NONE, halves: bool = False
 ) -> Verdict:
     """Returns the same for heads of width h and values of width e."""
     found = [YES]
@@ -186,6 +200,8 @@ def fits_backward_widths(
         size = 2 * (h + e) * rows + 2 * config.stages * block * h
         size += 2 * (values or config.stages) * block * e
         size += 2 * 64 * block * WEIGHTS * divided
+        if halves:  # twice as much, and pieces of results
+            size += size + 4 * rows * 32
         its = extra.transposed if name == "queries" else extra
         size += its.nbytes(config.stages, rows, block) + BARRIERS
         # Numbers of queries, and of others, each in memory that begins at a KiB.
@@ -198,10 +214,10 @@ def fits_backward_widths(
             found.append(no("shared_memory", text))
     # Two accumulators of scores with the weights of one in 16 bits, beside results.
     most = REGISTERS[config.warpgroups][0] - 16
-    sums = max(h, e) if config.divided else h + e
+    sums, narrow = max(h, e) if config.divided else h + e, 2 if halves else 4
     used = max(
-        config.queries + config.queries // 4 + sums // 2,
-        config.keys + config.keys // 4 + h // 2,
+        config.queries + config.queries // narrow + sums // 2,
+        config.keys + config.keys // narrow + h // 2,
     )
     if used > most:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
@@ -209,6 +225,9 @@ def fits_backward_widths(
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))
     if config.divided and config.warpgroups != 2:
         found.append(no("divided", f"{config.warpgroups} warpgroups, not 2"))
+    if halves and (config.divided or config.fused):
+        text = "float32 operands, whose weights would be rounded to 16 bits in memory"
+        found.append(no("dtype", text))
     if config.fused:
         found.append(_fits_fused(config))
     return all_of(*found)

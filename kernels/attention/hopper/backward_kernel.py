@@ -247,7 +247,7 @@ def _sums(
     """
     p = side.problem
     block = sums_block(config, p.h, p.e, extra)
-    if not block:
+    if not block or p.halves:
         return None
     n = p.heads * p.group
     whole = replace(
@@ -266,7 +266,7 @@ def _of_tables(
     """Returns the cotangent of a table of biases; None if it does not fit."""
     p, named = side.problem, without_reach(side)
     stages = table_stages(config, p.h, p.e, extra_of(given))
-    if stages < 1:
+    if stages < 1 or p.halves:
         return None
     table = named["bias"]
     same = {x.name: getattr(p, x.name) for x in fields(p)}

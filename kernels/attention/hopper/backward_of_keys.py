@@ -121,6 +121,8 @@ class OfKeys(Kernel):
         if passed is weights:
             weights = lax.optimization_barrier(weights)
             return weights, weights
+        if self.p.halves:
+            return lax.optimization_barrier((weights, passed))
         narrow = weights.astype(self.given["q"].dtype)
         return lax.optimization_barrier((narrow, passed))
 
@@ -143,12 +145,12 @@ class OfKeys(Kernel):
 
     def changed(
         self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen
-    ) -> tuple[Any, Array]:
-        """Returns new (dk, dv), and dSᵀ in 16 bits: [64, block]."""
+    ) -> tuple[Any, Any]:
+        """Returns new (dk, dv), and dSᵀ as an operand of products: [64, block]."""
         p, x, mine = self.p, self.memory, self.warpgroup
         slot = lax.rem(step, jnp.int32(p.stages))
         (mine,) = pallas.opaque(mine)
-        shape, dtype = (64, p.block), self.given["q"].dtype
+        shape = (64, p.block)
         for name in ("first_ready", "second_ready"):
             plgpu.barrier_wait(x[name].at[slot])
 
@@ -157,15 +159,15 @@ class OfKeys(Kernel):
             panels.add_scores(scores, x["k"].at[mine], x["q"].at[slot])
             panels.add_scores(changes, x["v"].at[mine], x["g"].at[slot])
             lse = self.across("lse", slot, shape)
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.changes)
             found = lax.optimization_barrier(found)
             found, steep = self.scores(tile, found, j, slot, step, seen)
             rest = self.across("rest", slot, shape)
             weights, steep = self.weigh(found, steep, lse, rest, seen)
             change = lax.optimization_barrier(changes[...])
-            panels.add_rows(dv, weights.astype(dtype), x["g"].at[slot])
+            panels.add_rows(dv, self.operand(weights), x["g"].at[slot])
             change = steep * (change - self.across("delta", slot, shape))
-            change = self.only_seen(change, steep, seen).astype(dtype)
+            change = self.operand(self.only_seen(change, steep, seen))
             panels.add_rows(dk, change, x["q"].at[slot])
             made = dk[...], dv[...]
             plgpu.barrier_arrive(x["free"].at[slot])

@@ -108,7 +108,7 @@ class OfQueries(Kernel):
         dq_before, lse, delta, *rest = carry
         slot, second = self.slots(step)
         mine, second = pallas.opaque(mine, second)
-        shape, dtype = (64, p.block), self.given["q"].dtype
+        shape = (64, p.block)
         plgpu.barrier_wait(x["first_ready"].at[slot])
         plgpu.barrier_wait(x["second_ready"].at[second])
 
@@ -116,7 +116,7 @@ class OfQueries(Kernel):
             dq[...] = dq_before
             panels.add_scores(scores, x["q"].at[mine], x["k"].at[slot])
             panels.add_scores(changes, x["g"].at[mine], x["v"].at[second])
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.changes)
             found = lax.optimization_barrier(found)
             found, steep = self.scores(tile, found, j, slot, step, seen)
             wide = [pallas.along(x, shape) for x in (lse, *rest)]
@@ -130,7 +130,7 @@ class OfQueries(Kernel):
                 change, total = self.averaged_changes(j, change, plain, weights, delta)
             else:
                 change = weights * (change - pallas.along(delta, shape))
-            panels.add_rows(dq, change.astype(dtype), x["k"].at[slot])
+            panels.add_rows(dq, self.operand(change), x["k"].at[slot])
             made = dq[...]
             plgpu.barrier_arrive(x["free"].at[slot])
             return made, total

@@ -16,6 +16,8 @@ from rewriter.kernels.attention.hopper import block_masks, pallas, panels
 from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
 from rewriter.kernels.attention.hopper.blocks import blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
+from rewriter.kernels.attention.hopper.dtypes import in_parts
+from rewriter.kernels.attention.hopper.halves import Halves
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place
 from rewriter.kernels.attention.hopper.use import head_in_array
@@ -39,9 +41,11 @@ class Kernel(abc.ABC):
     stored."""
 
     def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
-        names = {x: f"{x}_rows" for x in (*self.fixed, *self.passing)}
+        arrays = (*self.fixed, *self.passing)
+        names = {x: f"{x}_rows" for x in (*arrays, *(["piece"] if p.halves else []))}
+        halves = arrays if p.halves else ()
         self.p, self.given = p, given
-        self.memory = panels.with_rows(memory, names, p.by_rows)
+        self.memory = panels.with_rows(memory, names, p.by_rows, halves)
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
         self.part = 0 if p.divided else self.warpgroup
 
@@ -53,8 +57,12 @@ class Kernel(abc.ABC):
             stays = name in cls.fixed
             stages = p.values if name == cls.passing[1] else p.stages
             shape = (p.parts, 64) if stays else (stages, p.block)
+            shape = (2, *shape) if p.halves else shape
             deep = pallas.swizzle(width, p.block)  # alike in all operands of a product
             made[name] = p.tiles((*shape, width), dtype, deep)
+        if p.halves:
+            shape = (p.parts, 64, p.piece)
+            made["piece"] = p.tiles(shape, jnp.float32, 4 * p.piece)
         return made | {
             "ready": pallas.barriers(p.warpgroups, cls.copies(p)),
             "done": pallas.barriers(p.warpgroups),
@@ -329,6 +337,9 @@ class Kernel(abc.ABC):
         """Writes rows in place of a tile, and from there to the result."""
         joined = self.p.joined
         to = self.given["joined" if name in dict(joined) else output]
+        if self.p.halves:
+            self.put_in_pieces(x, name, to, tile)
+            return
         panels.put(self.memory[name].at[self.part], x.astype(to.dtype))
         plgpu.commit_smem()
         head = head_in_array(joined, name, tile.head)
@@ -336,6 +347,23 @@ class Kernel(abc.ABC):
         rows = self.memory[f"{name}_rows"].at[self.part]
         for target, place in panels.parts(to, at, rows):
             plgpu.copy_smem_to_gmem(place, target)
+
+    def put_in_pieces(self, x: Array, name: str, to: Any, tile: Tile) -> None:
+        """Writes rows of float32 by some columns at a time; see `put`."""
+        place, rows = (self.memory[n].at[self.part] for n in ("piece", "piece_rows"))
+        head, columns = head_in_array(self.p.joined, name, tile.head), self.p.piece
+        for first in range(0, x.shape[1], columns):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            panels.put(place, x[:, first : first + columns])
+            plgpu.commit_smem()
+            at = (tile.b, pl.ds(tile.mine, 64), head, pl.ds(first, columns))
+            for target, source in panels.parts(to, at, rows):
+                plgpu.copy_smem_to_gmem(source, target)
+
+    def operand(self, x: Array) -> Any:
+        """Returns numbers in registers as tensor cores take them: 16 bits, or halves."""
+        made = in_parts(x, self.given["q"].dtype, 1 + self.p.halves)
+        return Halves(*made) if self.p.halves else made[0]
 
     def head(self, tile: Tile, step: Any, seen: Seen = Seen.SOME) -> Any:
         """Returns the query head of a step; those of rows without keys come last."""

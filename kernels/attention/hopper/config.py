@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.attention.hopper.dtypes import parts
+from rewriter.kernels.attention.hopper.dtypes import products
 from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
@@ -131,7 +131,7 @@ def default(spec: Spec, device: Device) -> Tiles:
         held = hides and not extra.copied
         best = Tiles(128, 2, 2, turns=hides and not held, held=held)
     # Other widths of values and tables take more memory: 32 keys are few enough.
-    two = spec.param(PARAM) is not None  # which take more registers
+    two = _count(spec) > 1  # parts of weights, which take more registers
     fewer = replace(best, block_kv=min(best.block_kv, 128), warpgroups=2)
     tried = (best, *((fewer,) if two else ()))
     more = extra.copied or extra.slopes or extra.computed or two
@@ -236,7 +236,14 @@ def _configs(spec: Spec) -> list[Tiles]:
     ]  # fmt: skip
 
 
-def shared_memory(config: Tiles, h: int, e: int, own: bool, extra: Extra = NONE) -> int:
+def shared_memory(
+    config: Tiles,
+    h: int,
+    e: int,
+    own: bool,
+    extra: Extra = NONE,
+    halves: bool = False,
+) -> int:
     """Returns bytes of shared memory for heads of width h and values of width e.
 
     Args:
@@ -245,9 +252,11 @@ def shared_memory(config: Tiles, h: int, e: int, own: bool, extra: Extra = NONE)
         e: Width of v.
         own: Whether the result has memory of its own instead of q's.
         extra: The operands of scores beside q and k.
+        halves: Whether q, k and v are float32, in two parts.
     """
-    q, out = config.rows * h, config.rows * e
-    blocks = config.stages * config.block_kv * (h + e)
+    times = 1 + halves
+    q, out = times * config.rows * h, config.rows * e
+    blocks = times * config.stages * config.block_kv * (h + e)
     tiles = 2 * (blocks + (q + out if own else max(q, out)))
     others = extra.nbytes(config.stages, config.rows, config.block_kv)
     others += KIB if config.claimed else 0
@@ -260,13 +269,15 @@ BARRIERS = KIB
 """Bytes for barriers and alignment, at most."""
 
 
-def result_has_memory(config: Tiles, h: int, e: int, extra: Extra = NONE) -> bool:
+def result_has_memory(
+    config: Tiles, h: int, e: int, extra: Extra = NONE, halves: bool = False
+) -> bool:
     """Returns whether shared memory holds the result beside the next tile's q.
 
     It must if they differ in width, since one warpgroup's rows would otherwise overlap
     another's.
     """
-    room = shared_memory(config, h, e, True, extra) <= SHARED_MEMORY
+    room = shared_memory(config, h, e, True, extra, halves) <= SHARED_MEMORY
     return h != e or (config.programs > 0 and room)
 
 
@@ -274,9 +285,9 @@ def registers(config: Tiles, e: int, count: int = 1) -> int:
     """Returns registers per lane for scores, weights and result.
 
     An accumulator of 64 rows has ``columns / 2`` registers of float32 per lane, each
-    part of weights in 16 bits half of that.
+    part of weights in 16 bits half of that. `count` is that of `dtypes.products`.
     """
-    return config.block_kv // 2 + count * config.block_kv // 4 + e // 2
+    return config.block_kv // 2 + min(count, 2) * config.block_kv // 4 + e // 2
 
 
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
@@ -286,7 +297,11 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
 
 
 def _fits(config: Tiles, spec: Spec) -> Verdict:
-    return fits_widths(config, *widths(spec), extra_in(spec), parts(spec.param(PARAM)))
+    return fits_widths(config, *widths(spec), extra_in(spec), _count(spec))
+
+
+def _count(spec: Spec) -> int:
+    return products(spec.param(PARAM), spec.dtype("q"))
 
 
 def first_fitting(h: int, e: int, extra: Extra = NONE, count: int = 1) -> Tiles:
@@ -296,7 +311,7 @@ def first_fitting(h: int, e: int, extra: Extra = NONE, count: int = 1) -> Tiles:
         h: The width of q and k.
         e: The width of v.
         extra: The operands of scores beside q and k.
-        count: The parts of a weight.
+        count: Products of 16 bits that make one; see `dtypes.products`.
 
     Example:
         >>> first_fitting(64, 64).block_kv, first_fitting(256, 256).block_kv
@@ -316,7 +331,7 @@ def fits_widths(
     if config.warpgroups not in REGISTERS:
         found.append(no("warpgroups", f"{config.warpgroups} warpgroups, not 2 or 3"))
         return all_of(*found)
-    size = shared_memory(config, h, e, h != e, extra)
+    size = shared_memory(config, h, e, h != e, extra, count > 2)
     if size > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
