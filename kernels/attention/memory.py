@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import jax.numpy as jnp
+
 from rewriter.kernels.attention.estimate import FEW_ROWS
 from rewriter.kernels.shared.memory import on_nvidia_gpus
 from rewriter.ops.device import Device
@@ -34,7 +36,12 @@ def temporary(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         return {}
     scores = float(item(spec, "q") * math.prod((b, n, t, s)))
     rows = 0.0 if passes == "forward" else float(b * n * t)
-    found = {"xla": HELD.get(passes, HELD_WITH_GRADIENTS) * scores, "hopper": 8 * rows}
+    if jnp.dtype(spec.dtype("q")) == jnp.float32:  # two halves of each operand
+        sizes = sum(math.prod(spec.shape(name)) for name in "qkv")
+        halves = 4.0 * (sizes + (rows * spec.shape("v")[3] if rows else 0))
+    else:
+        halves = 0.0
+    found = {"xla": HELD.get(passes, HELD_WITH_GRADIENTS) * scores, "hopper": 8 * rows + halves}
     if set(spec.operands) <= PLAIN:
         found["cudnn"] = (8 + 4 * h) * rows
     return found

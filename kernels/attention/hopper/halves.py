@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-@dataclass(frozen=True)
-class Halves:
-    """Both parts of float32 numbers: arrays in registers, or references to memory."""
+class Halves(NamedTuple):
+    """Both parts of float32 numbers: arrays in registers, or references to memory.
+
+    It is a tuple, so that JAX passes it on.
+    """
 
     high: Any
     low: Any
