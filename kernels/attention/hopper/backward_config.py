@@ -44,6 +44,9 @@ class BackwardTiles:
         tables: Whether a kernel computes the cotangent of a bias that varies along
             queries and keys, if that is needed and fits.
         claimed: As in `Tiles`.
+        ahead: Tiles whose own rows shared memory holds. With two, those of the next
+            tile are copied while one is computed, which helps where tiles meet few
+            blocks.
     """
 
     queries: int = 64
@@ -56,6 +59,7 @@ class BackwardTiles:
     v_stages: int = 0
     tables: bool = True
     claimed: bool = False
+    ahead: int = 1
 
 
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
@@ -197,7 +201,7 @@ def fits_backward_widths(
         divided = config.divided and name == "queries"
         rows = 64 if divided else 64 * config.warpgroups
         values = config.v_stages if name == "keys" else 0
-        size = 2 * (h + e) * rows + 2 * config.stages * block * h
+        size = 2 * (h + e) * rows * config.ahead + 2 * config.stages * block * h
         size += 2 * (values or config.stages) * block * e
         size += 2 * 64 * block * WEIGHTS * divided
         if halves:  # twice as much, and pieces of results
@@ -225,6 +229,10 @@ def fits_backward_widths(
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))
     if config.divided and config.warpgroups != 2:
         found.append(no("divided", f"{config.warpgroups} warpgroups, not 2"))
+    if not 1 <= config.ahead <= 2 or config.ahead > 1 and (
+        config.divided or config.fused
+    ):
+        found.append(no("ahead", f"rows of {config.ahead} tiles"))
     if halves and (config.divided or config.fused):
         text = "float32 operands, whose weights would be rounded to 16 bits in memory"
         found.append(no("dtype", text))

@@ -19,7 +19,7 @@ from rewriter.kernels.attention.hopper.backward_problem import Problem
 from rewriter.kernels.attention.hopper.config import filled_backward
 from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.forward_kernel import row_sums
-from rewriter.kernels.attention.hopper.halves import split
+from rewriter.kernels.shared.halves import split
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Terms, terms_of, transposed
 
@@ -128,7 +128,7 @@ def _problems(
         "by_rows": use.by_rows((h, e)), "packed": use.heads,
         "programs": config.programs, "stages": config.stages,
         "warpgroups": config.warpgroups, "claimed": config.claimed,
-        "halves": is_halved(use.q.dtype),
+        "halves": is_halved(use.q.dtype), "ahead": config.ahead,
     }  # fmt: skip
     of_keys = Problem(
         heads=heads, group=n // heads, shared=1, block=config.queries,

@@ -252,7 +252,7 @@ def _sums(
     n = p.heads * p.group
     whole = replace(
         p, heads=n, group=1, shared=p.group * p.shared, block=block,
-        stages=SUMS_STAGES, values=SUMS_STAGES, divided=False,
+        stages=SUMS_STAGES, values=SUMS_STAGES, divided=False, ahead=1,
     )  # fmt: skip
     single = with_reach(replace(side, problem=whole, arrays=without_reach(side)))
     size = (p.b, n, -(-p.mask.t // whole.rows) * whole.rows)
@@ -270,7 +270,7 @@ def _of_tables(
         return None
     table = named["bias"]
     same = {x.name: getattr(p, x.name) for x in fields(p)}
-    same |= {"block": TABLE_BLOCK, "stages": stages, "values": stages}
+    same |= {"block": TABLE_BLOCK, "stages": stages, "values": stages, "ahead": 1}
     whole = TableProblem(**same, entries=table.shape[:2])
     blocks = whole.down * whole.across * table.shape[0] * table.shape[1]
     parts = splits(blocks, whole.members, config.programs or PROCESSORS)

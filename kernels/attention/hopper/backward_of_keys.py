@@ -44,8 +44,8 @@ class OfKeys(Kernel):
         """Copies the resident arrays of a tile."""
         rows = pl.ds(tile.first + 64 * w, 64)
         for name in self.fixed:
-            at = (tile.b, rows, tile.head)
-            self.send(name, at, w, self.memory["ready"].at[w])
+            at, to = (tile.b, rows, tile.head), tile.of(w)
+            self.send(name, at, to, self.memory["ready"].at[to])
 
     def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
         """Copies a streamed block to free memory of the first array."""
@@ -147,9 +147,9 @@ class OfKeys(Kernel):
         self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen
     ) -> tuple[Any, Any]:
         """Returns new (dk, dv), and dSᵀ as an operand of products: [64, block]."""
-        p, x, mine = self.p, self.memory, self.warpgroup
+        p, x = self.p, self.memory
         slot = lax.rem(step, jnp.int32(p.stages))
-        (mine,) = pallas.opaque(mine)
+        (mine,) = pallas.opaque(tile.of(self.warpgroup))
         shape = (64, p.block)
         for name in ("first_ready", "second_ready"):
             plgpu.barrier_wait(x[name].at[slot])
@@ -182,7 +182,7 @@ class OfKeys(Kernel):
         self.put(dk * self.p.scale, "k", "dk", tile)
         self.put(dv, "v", "dv", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+        plgpu.barrier_arrive(self.memory["done"].at[tile.of(self.warpgroup)])
 
 
 class Divided(OfKeys):

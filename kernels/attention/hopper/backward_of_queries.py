@@ -38,16 +38,17 @@ class OfQueries(Kernel):
     @classmethod
     def row_memory(cls, p: Problem) -> dict[str, Any]:
         """Returns shared memory for numbers of queries."""
-        shape = (p.warpgroups, 64)
+        shape = (p.ahead * p.warpgroups, 64)
         return {x: plgpu.SMEM(shape, jnp.float32) for x in p.numbers}
 
     def copy_tile(self, tile: Tile, w: int) -> None:
         """Copies the resident arrays of a tile."""
-        rows, barrier = pl.ds(tile.first + 64 * w, 64), self.memory["ready"].at[w]
+        rows, to = pl.ds(tile.first + 64 * w, 64), tile.of(w)
+        barrier = self.memory["ready"].at[to]
         for name in self.fixed:
-            self.send(name, (tile.b, rows, tile.head), w, barrier)
+            self.send(name, (tile.b, rows, tile.head), to, barrier)
         for name in self.p.numbers:
-            self.send(name, (tile.b, tile.head, rows), w, barrier)
+            self.send(name, (tile.b, tile.head, rows), to, barrier)
 
     def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
         """Copies a streamed block: keys, and values if their memory is free."""
@@ -80,7 +81,7 @@ class OfQueries(Kernel):
 
     def begin(self, tile: Tile) -> Any:
         """Returns zeros to accumulate in, and the values that a tile's steps read."""
-        numbers = self.numbers(tile, (self.warpgroup,))
+        numbers = self.numbers(tile, (tile.of(self.warpgroup),))
         return pallas.zeros((64, self.p.h)), *numbers.values()
 
     def numbers(self, tile: Tile, at: tuple[Any, ...]) -> dict[str, Array]:
@@ -104,7 +105,7 @@ class OfQueries(Kernel):
 
     def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sums with a block added."""
-        p, x, mine = self.p, self.memory, self.warpgroup
+        p, x, mine = self.p, self.memory, tile.of(self.warpgroup)
         dq_before, lse, delta, *rest = carry
         slot, second = self.slots(step)
         mine, second = pallas.opaque(mine, second)
@@ -184,4 +185,4 @@ class OfQueries(Kernel):
         """Writes the sums of a tile."""
         self.put(carry[0] * self.p.scale, "q", "dq", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+        plgpu.barrier_arrive(self.memory["done"].at[tile.of(self.warpgroup)])

@@ -49,6 +49,7 @@ class Problem:
         joined: The heads of cotangents in the array that holds them.
         averages: How rows without keys weigh keys, if they pass something back.
         halves: Whether operands are float32, in two parts.
+        ahead: Tiles whose resident arrays shared memory holds.
     """
 
     b: int
@@ -73,6 +74,7 @@ class Problem:
     joined: tuple[tuple[str, Heads], ...] = ()
     averages: Averages | None = None
     halves: bool = False
+    ahead: int = 1
 
     @property
     def tiles(self) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
 from rewriter.kernels.attention.hopper.blocks import blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
 from rewriter.kernels.attention.hopper.dtypes import in_parts
-from rewriter.kernels.attention.hopper.halves import Halves
+from rewriter.kernels.shared.halves import Halves
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place
 from rewriter.kernels.attention.hopper.use import head_in_array
@@ -56,7 +56,7 @@ class Kernel(abc.ABC):
         for name, width in zip((*cls.fixed, *cls.passing), (p.h, p.e) * 2, strict=True):
             stays = name in cls.fixed
             stages = p.values if name == cls.passing[1] else p.stages
-            shape = (p.parts, 64) if stays else (stages, p.block)
+            shape = (p.ahead * p.parts, 64) if stays else (stages, p.block)
             shape = (2, *shape) if p.halves else shape
             deep = pallas.swizzle(width, p.block)  # alike in all operands of a product
             made[name] = p.tiles((*shape, width), dtype, deep)
@@ -64,8 +64,8 @@ class Kernel(abc.ABC):
             shape = (p.parts, 64, p.piece)
             made["piece"] = p.tiles(shape, jnp.float32, 4 * p.piece)
         return made | {
-            "ready": pallas.barriers(p.warpgroups, cls.copies(p)),
-            "done": pallas.barriers(p.warpgroups),
+            "ready": pallas.barriers(p.ahead * p.warpgroups, cls.copies(p)),
+            "done": pallas.barriers(p.ahead * p.warpgroups),
             "first_ready": pallas.barriers(
                 p.stages, cls.copies_first(p) + p.terms.copies(p.parts)
             ),
@@ -105,12 +105,16 @@ class Kernel(abc.ABC):
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles."""
         order = self.p.order
-        of = lambda index, steps: body(Tile(self, order.place(index)), steps)
+        of = lambda index, steps, turn: body(
+            Tile(self, order.place(index), turn), steps
+        )
         pallas.over_tiles(order, self.given, self.memory, of, copies)
 
     def compute(self) -> None:
         """Computes this warpgroup's rows of every tile."""
-        plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+        for place in range(self.p.ahead):
+            slot = self.warpgroup + place * self.p.warpgroups
+            plgpu.barrier_arrive(self.memory["done"].at[slot])
         for slot in range(self.p.stages):
             plgpu.barrier_arrive(self.memory["free"].at[slot])
         self.over_tiles(self.compute_tile)
@@ -118,8 +122,8 @@ class Kernel(abc.ABC):
 
     def compute_tile(self, tile: Tile, step: Any) -> Any:
         """Computes and stores 64 rows; returns the blocks read so far."""
-        p, r, mine = self.p, tile.range, self.warpgroup
-        plgpu.barrier_wait(self.memory["ready"].at[mine])
+        p, r = self.p, tile.range
+        plgpu.barrier_wait(self.memory["ready"].at[tile.of(self.warpgroup)])
         tile.start = step
         loops = [(r.whole, r.part, Seen.ALL)]
         cut = p.mask.s % p.block or tile.length is not None
@@ -175,7 +179,7 @@ class Kernel(abc.ABC):
             # Blocks before what stays of a tile, as the forward copies them, made
             # dk and dv take 1.00 to 1.03 of the time on an H200.
             for w in range(p.warpgroups):
-                plgpu.barrier_wait(x["done"].at[w])
+                plgpu.barrier_wait(x["done"].at[tile.of(w)])
                 self.copy_tile(tile, w)
 
             def blocks(start: Any, end: Any, step: Any) -> Any:
@@ -340,11 +344,12 @@ class Kernel(abc.ABC):
         if self.p.halves:
             self.put_in_pieces(x, name, to, tile)
             return
-        panels.put(self.memory[name].at[self.part], x.astype(to.dtype))
+        mine = tile.of(self.part)
+        panels.put(self.memory[name].at[mine], x.astype(to.dtype))
         plgpu.commit_smem()
         head = head_in_array(joined, name, tile.head)
         at = (tile.b, pl.ds(tile.mine, 64), head)
-        rows = self.memory[f"{name}_rows"].at[self.part]
+        rows = self.memory[f"{name}_rows"].at[mine]
         for target, place in panels.parts(to, at, rows):
             plgpu.copy_smem_to_gmem(place, target)
 
@@ -404,8 +409,12 @@ def _without_rows(r: Range, some: Any) -> Range:
 class Tile:
     """The place of a tile of rows, and the blocks of columns that it meets."""
 
-    def __init__(self, kernel: Kernel, place: tuple[Any, Any]):
+    def __init__(self, kernel: Kernel, place: tuple[Any, Any], turn: Any = 0):
         p, (row, pair) = kernel.p, place
+        self.slot: Any = None
+        """Where its resident arrays begin; None if those of no other tile are there."""
+        if p.ahead > 1:
+            self.slot = lax.rem(jnp.int32(turn), jnp.int32(p.ahead)) * p.warpgroups
         heads = jnp.int32(p.heads)
         self.first = row * p.rows
         self.b, self.head = lax.div(pair, heads), lax.rem(pair, heads)
@@ -437,3 +446,7 @@ class Tile:
             self.averaged = kernel.averaged(self, kernel.given["spans"])
         self.start: Any = 0
         """The number of blocks read before this tile."""
+
+    def of(self, warpgroup: Any) -> Any:
+        """Returns the place of a warpgroup's part among resident arrays."""
+        return warpgroup if self.slot is None else warpgroup + self.slot

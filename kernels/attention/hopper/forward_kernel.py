@@ -37,7 +37,7 @@ from rewriter.kernels.attention.hopper.config import (
 from rewriter.kernels.attention.hopper.dtypes import is_halved, parts
 from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
-from rewriter.kernels.attention.hopper.halves import split
+from rewriter.kernels.shared.halves import split
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
 from rewriter.kernels.attention.hopper.use import Use, head_in_array
@@ -301,7 +301,7 @@ class _Block:
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles of rows."""
         order = self.p.order
-        of = lambda index, steps: body(Tile(self, order.place(index)), steps)
+        of = lambda index, steps, turn: body(Tile(self, order.place(index)), steps)
         pallas.over_tiles(order, self.given, self.named, of, copies)
 
     # ------------------------------------------------------------------ copying

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
-from rewriter.kernels.attention.hopper.halves import Halves, pairs
+from rewriter.kernels.shared.halves import Halves, pairs
 from rewriter.kernels.shared import pallas_gpu
 
 if TYPE_CHECKING:
