@@ -37,6 +37,10 @@ class Halves(NamedTuple):
         return _At(self)
 
 
+PRECISIONS = (None, "default", "high", "TF32_TF32_F32", "BF16_BF16_F32_X3")
+"""Precisions of float32 products that XLA computes in TF32, or as here."""
+
+
 @dataclass(frozen=True)
 class _At:
     """Returns parts of halves by an index."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.weights import PARAM, PRECISION
+from rewriter.kernels.shared.halves import PRECISIONS
 from rewriter.support.verdict import YES, Verdict, no
 
 if TYPE_CHECKING:
@@ -49,9 +50,6 @@ def takes_dtypes(spec: Spec) -> Verdict:
 HALVED = "float32"
 """The dtype of operands that are taken as sums of two numbers."""
 
-HALVED_PRECISIONS = (None, "default", "high", "TF32_TF32_F32", "BF16_BF16_F32_X3")
-"""Precisions of float32 products that XLA computes in TF32, or as these kernels do."""
-
 
 def takes_halves(spec: Spec) -> Verdict:
     """Returns whether a use is one of float32 in a precision that halves reach."""
@@ -60,7 +58,7 @@ def takes_halves(spec: Spec) -> Verdict:
     if kinds != {HALVED}:
         return no("dtype", f"{', '.join(sorted(kinds))}: not float32 alone")
     for name in (PRECISION, PARAM):
-        if (asked := spec.param(name)) not in HALVED_PRECISIONS:
+        if (asked := spec.param(name)) not in PRECISIONS:
             text = f"float32 products at precision {asked}"
             return no("precision", f"{text}: 16 of their 24 digits are kept")
     return YES

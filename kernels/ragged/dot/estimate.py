@@ -43,6 +43,9 @@ TILE = 256
 SPARE = 96
 """Empty rows of a group's last tile on Hopper, and the cost of a tile, in rows."""
 
+HALVED = 16
+"""Bytes moved for each float32 number that is split: 4 read, 6 written, and 6 read."""
+
 PRODUCTS = {"forward": 1.0, "vjp": 2.0, "forward_and_vjp": 3.0}
 """The number of products of the forward's size."""
 
@@ -70,10 +73,17 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     active = groups * -math.expm1(-m / groups) if groups else 0.0  # with rows
     moved = times * size * (active * k * n + m * (k + n))
     padded = flops * (1 + min(m, groups) * SPARE / max(m, 1))
+    split = 0.0
+    if halved := str(spec.dtype("lhs")) == "float32":
+        padded *= 3
+        split = times * (groups * k * n + m * k) * HALVED
     own = max(
-        seconds(device, padded, 0.0, compute=DENSE, item=size, launches=3 * times),
+        seconds(
+            device, padded, 0.0, compute=DENSE, item=2 if halved else size,
+            launches=3 * times,
+        ),
         seconds(device, 0.0, moved, launches=3 * times),
-    )
+    ) + seconds(device, 0.0, split, memory=COPIED, launches=0)
     made = {"xla": xla, "memory_bounded": loop, "tiled": tiled, "hopper": own}
     return made | of_tpu(spec, device, passes) if device.platform == "tpu" else made
 

@@ -7,7 +7,11 @@ they are first traced.
 from __future__ import annotations
 
 import functools
+import operator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import tiled, xla
 from rewriter.kernels.ragged.dot.estimate import estimate
@@ -19,6 +23,8 @@ from rewriter.kernels.ragged.dot.memory import temporary
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
+from rewriter.kernels.shared import halves
+from rewriter.kernels.shared.halves import Halves
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
@@ -36,15 +42,22 @@ MOST = 1 << 30
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernels support a use: 16 bits, k and n multiples of 64."""
+    """Returns whether the kernels support a use: k and n are multiples of 64.
+
+    Operands are of one 16-bit float, or float32 at a precision that halves reach.
+    """
     base = known_sizes(spec, xla.supports)
     if not base.ok:
         return base
     found = [YES]
     left, right = spec.dtype("lhs"), spec.dtype("rhs")
-    if left not in ("bfloat16", "float16") or left != right:
-        text = f"lhs is {left} and rhs {right}, not both bfloat16 or both float16"
+    if left not in ("bfloat16", "float16", "float32") or left != right:
+        text = f"lhs is {left} and rhs {right}, not both bfloat16, float16 or float32"
         found.append(no("dtype", text))
+    asked = spec.param("precision")
+    if left == "float32" and asked not in halves.PRECISIONS:
+        text = f"float32 products at precision {asked}"
+        found.append(no("precision", f"{text}: 16 of their 24 digits are kept"))
     out = spec.param("out_dtype") or left
     if out not in (left, "float32"):
         found.append(no("out_dtype", f"the result is {out}, not {left} or float32"))
@@ -72,10 +85,30 @@ def _product(use: Use, config: Tiles | None) -> Array:
     from rewriter.kernels.ragged.dot.hopper.by_groups import product_of_groups
     from rewriter.kernels.ragged.dot.hopper.by_rows import rows_times_matrices
 
+    if use.lhs.dtype == jnp.float32:
+        return _product_of_halves(use, config)
     given, tiles = (use.lhs, use.rhs, use.group_sizes), config or Tiles()
     if use.contracting:
         return product_of_groups(*given, use.dtype, tiles)
     return rows_times_matrices(*given, use.transposed, use.dtype, tiles)
+
+
+def _product_of_halves(use: Use, config: Tiles | None) -> Array:
+    """The result for float32 operands, by three products of their halves.
+
+    Halves lie one after another along the summed axis, so that one product adds up all
+    three. If rows are summed, groups would be cut apart: those are three products.
+    """
+    use = replace(use, out_dtype=use.out_dtype or "float32")
+    left, right = (Halves(*halves.split(x)) for x in (use.lhs, use.rhs))
+    pairs = list(halves.pairs(left, right))
+    if use.contracting:
+        of = [_product(replace(use, lhs=x, rhs=y), config) for x, y in pairs]
+        return functools.reduce(operator.add, of)
+    axis = 2 if use.transposed else 1
+    lhs = jnp.concatenate([x for x, _ in pairs], 1)
+    rhs = jnp.concatenate([y for _, y in pairs], axis)
+    return _product(replace(use, lhs=lhs, rhs=rhs), config)
 
 
 forward = functools.partial(forward_of, _product)
