@@ -158,8 +158,11 @@ def operands(
     }
 
 
-def spec(mode: str = "forward", out: str | None = None, **more: Any) -> Any:
-    return spec_of(OP, operands(mode=mode, **more), {"mode": mode, "out_dtype": out})
+def spec(
+    mode: str = "forward", out: str | None = None, precision: Any = None, **more: Any
+) -> Any:
+    params = {"mode": mode, "out_dtype": out, "precision": precision}
+    return spec_of(OP, operands(mode=mode, **more), params)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -167,10 +170,13 @@ def test_supports(mode: str) -> None:
     assert hopper.supports(spec(mode)).ok
     assert hopper.supports(spec(mode, m=1, dtype=jnp.float16)).ok
     assert hopper.supports(spec(mode, out="float32")).ok
+    assert hopper.supports(spec(mode, dtype=jnp.float32)).ok
+    assert hopper.supports(spec(mode, dtype=jnp.float32, precision="high")).ok
     for given, why in (
         (spec(mode, k=100), "k is 100"),
         (spec(mode, n=96), "n is 96"),
-        (spec(mode, dtype=jnp.float32), "lhs is float32"),
+        (spec(mode, right=jnp.float32), "rhs float32"),
+        (spec(mode, dtype=jnp.float32, precision="highest"), "precision highest"),
         (spec(mode, right=jnp.float16), "rhs float16"),
         (spec(mode, out="float16"), "the result is float16"),
         (spec(mode, m=0), "size 0"),
@@ -413,6 +419,17 @@ def test_simulated(case: str, tiles: Tiles, mode: str) -> None:
     with simulator.simulated_ragged_dot():
         got = KERNEL.forward(**given, mode=mode, config=few)
     close(got, want, "bfloat16")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_is_multiplied_in_halves(mode: str) -> None:
+    """16 of 24 digits are kept, in the rows of every group and of none."""
+    given, _ = make([70, 0, 30], 110, 128, 64, mode, "float32")
+    want = exact(*given.values(), mode)
+    with simulator.simulated_ragged_dot():
+        got = KERNEL.forward(**given, mode=mode, config=Tiles(programs=2))
+    assert got.dtype == np.float32
+    assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("mode", ["forward", "contracting"])
