@@ -1,4 +1,4 @@
-"""Attention and ragged dots of float32 on a Hopper GPU, and forms of attention's kernels.
+"""Attention and ragged dots of float32 on Hopper GPUs, and forms of attention.
 
   python3 -m tests.bench.hopper_float32 [--small] [--only NAMES] [--processes 8]
       [--json PATH]
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
-import pathlib
 import statistics
 import sys
 import time
@@ -63,22 +62,29 @@ class Case:
 
 
 NARROW = (
-    Tiles(128, 2, 2, turns=False, held=True, claimed=True), Tiles(64, 3, 2, claimed=True),
-    Tiles(64, 2, 3, turns=False, claimed=True), Tiles(96, 2, 2, claimed=True),
-)  # fmt: skip
+    Tiles(128, 2, 2, turns=False, held=True, claimed=True),
+    Tiles(64, 3, 2, claimed=True),
+    Tiles(64, 2, 3, turns=False, claimed=True),
+    Tiles(96, 2, 2, claimed=True),
+)
 WIDE = (
-    Tiles(64, 2, 2, claimed=True), Tiles(32, 4, 2, turns=False, claimed=True),
+    Tiles(64, 2, 2, claimed=True),
+    Tiles(32, 4, 2, turns=False, claimed=True),
     Tiles(80, 2, 2, turns=False, claimed=True),
-)  # fmt: skip
+)
 NARROW_BACK = (
-    BackwardTiles(64, 64, claimed=True), BackwardTiles(64, 64, 3, claimed=True),
-    BackwardTiles(64, 64, ahead=2, claimed=True), BackwardTiles(32, 64, 3, claimed=True),
-)  # fmt: skip
+    BackwardTiles(64, 64, claimed=True),
+    BackwardTiles(64, 64, 3, claimed=True),
+    BackwardTiles(64, 64, ahead=2, claimed=True),
+    BackwardTiles(32, 64, 3, claimed=True),
+)
 AHEAD = (
-    BackwardTiles(128, 128), BackwardTiles(128, 128, ahead=2),
-    BackwardTiles(64, 128, 3, ahead=2), BackwardTiles(64, 64, 3, ahead=2),
+    BackwardTiles(128, 128),
+    BackwardTiles(128, 128, ahead=2),
+    BackwardTiles(64, 128, 3, ahead=2),
+    BackwardTiles(64, 64, 3, ahead=2),
     BackwardTiles(64, 64, 2, ahead=2),
-)  # fmt: skip
+)
 CLAIMED = tuple(
     BackwardTiles(**{**vars(x), "claimed": True})
     for x in (*AHEAD, BackwardTiles(64, 128, 2), BackwardTiles(64, 64, 3, 3))
@@ -89,7 +95,9 @@ CASES: dict[str, Case] = {
         (2, 2048, 2048, 16, 16, 64), causal=True, forward=NARROW, backward=NARROW_BACK
     ),
     "float32 causal 4x2048x16x128": Case(
-        (4, 2048, 2048, 16, 16, 128), causal=True, forward=WIDE,
+        (4, 2048, 2048, 16, 16, 128),
+        causal=True,
+        forward=WIDE,
         backward=(BackwardTiles(32, 32), BackwardTiles(32, 32, claimed=True)),
     ),
     "float32 8x577x16x64": Case((8, 577, 577, 16, 16, 64), forward=NARROW[:2]),
@@ -100,40 +108,79 @@ CASES: dict[str, Case] = {
     ),
     "float32 32x512x12x64": Case((32, 512, 512, 12, 12, 64)),
     "ViT-B 64x197x12x64": Case(
-        (64, 197, 197, 12, 12, 64), BF16, cudnn=True, backward=AHEAD,
-        forward=(Tiles(224, 2, 2, turns=False, held=True), Tiles(128, 4, 3, turns=False),
-                 Tiles(128, 2, 2, turns=False, held=True), Tiles(64, 4, 3, turns=False)),
+        (64, 197, 197, 12, 12, 64),
+        BF16,
+        cudnn=True,
+        backward=AHEAD,
+        forward=(
+            Tiles(224, 2, 2, turns=False, held=True),
+            Tiles(128, 4, 3, turns=False),
+            Tiles(128, 2, 2, turns=False, held=True),
+            Tiles(64, 4, 3, turns=False),
+        ),
     ),
     "ViT-L 16x577x16x64": Case(
-        (16, 577, 577, 16, 16, 64), BF16, cudnn=True, backward=AHEAD,
-        forward=(Tiles(128, 4, 3, turns=False), Tiles(64, 6, 3, turns=False, held=True)),
+        (16, 577, 577, 16, 16, 64),
+        BF16,
+        cudnn=True,
+        backward=AHEAD,
+        forward=(
+            Tiles(128, 4, 3, turns=False),
+            Tiles(64, 6, 3, turns=False, held=True),
+        ),
     ),
     "causal d64 8x2048x32": Case(
-        (8, 2048, 2048, 32, 32, 64), BF16, True, backward=CLAIMED, passes="both",
+        (8, 2048, 2048, 32, 32, 64),
+        BF16,
+        True,
+        backward=CLAIMED,
+        passes="both",
         cudnn=True,
     ),
     "causal d128 4x4096x16": Case(
-        (4, 4096, 4096, 16, 16, 128), BF16, True, passes="both", cudnn=True,
-        backward=(BackwardTiles(64, 128, claimed=True),
-                  BackwardTiles(64, 64, 2, ahead=2, claimed=True),
-                  BackwardTiles(64, 64, 3, claimed=True), BackwardTiles(fused=True)),
+        (4, 4096, 4096, 16, 16, 128),
+        BF16,
+        True,
+        passes="both",
+        cudnn=True,
+        backward=(
+            BackwardTiles(64, 128, claimed=True),
+            BackwardTiles(64, 64, 2, ahead=2, claimed=True),
+            BackwardTiles(64, 64, 3, claimed=True),
+            BackwardTiles(fused=True),
+        ),
     ),
     "causal d256 2x4096x16": Case(
-        (2, 4096, 4096, 16, 16, 256), BF16, True, passes="both", cudnn=True,
+        (2, 4096, 4096, 16, 16, 256),
+        BF16,
+        True,
+        passes="both",
+        cudnn=True,
     ),
     "causal d128 1x16384x64/8": Case(
-        (1, 16384, 16384, 64, 8, 128), BF16, True, passes="both", cudnn=True,
+        (1, 16384, 16384, 64, 8, 128),
+        BF16,
+        True,
+        passes="both",
+        cudnn=True,
         backward=(BackwardTiles(64, 128, claimed=True), BackwardTiles(fused=True)),
     ),
     "window d64 1x16384x16": Case(
-        (1, 16384, 16384, 16, 16, 64), BF16, True, passes="both", cudnn=True,
+        (1, 16384, 16384, 16, 16, 64),
+        BF16,
+        True,
+        passes="both",
+        cudnn=True,
         backward=CLAIMED[:5],
     ),
     "decode 1x1 of 32768x32/8x128": Case(
-        (1, 1, 32768, 32, 8, 128), BF16, passes="forward", cudnn=True,
+        (1, 1, 32768, 32, 8, 128),
+        BF16,
+        passes="forward",
+        cudnn=True,
         forward=(Split(128, 2, 1), Split(112, 3, 1), Split(80, 4, 1), Split(64, 5, 1)),
     ),
-}  # fmt: skip
+}
 
 RAGGED = {
     "float32 ragged 4097x1408x2048 of 64": (4097, 1408, 2048, 64),

@@ -229,8 +229,8 @@ def fits_backward_widths(
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))
     if config.divided and config.warpgroups != 2:
         found.append(no("divided", f"{config.warpgroups} warpgroups, not 2"))
-    if not 1 <= config.ahead <= 2 or config.ahead > 1 and (
-        config.divided or config.fused
+    if not 1 <= config.ahead <= 2 or (
+        config.ahead > 1 and (config.divided or config.fused)
     ):
         found.append(no("ahead", f"rows of {config.ahead} tiles"))
     if halves and (config.divided or config.fused):

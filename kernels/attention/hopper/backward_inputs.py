@@ -19,9 +19,9 @@ from rewriter.kernels.attention.hopper.backward_problem import Problem
 from rewriter.kernels.attention.hopper.config import filled_backward
 from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.forward_kernel import row_sums
-from rewriter.kernels.shared.halves import split
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Terms, terms_of, transposed
+from rewriter.kernels.shared.halves import split
 
 if TYPE_CHECKING:
     from jax import Array

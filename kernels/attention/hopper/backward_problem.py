@@ -127,8 +127,12 @@ class Problem:
             pairs=self.b * self.heads,
             bytes_of_pair=max(
                 1,
-                2 * (1 + self.halves) * self.mask.s * (self.h + self.e)
-                * self.group // self.shared,
+                2
+                * (1 + self.halves)
+                * self.mask.s
+                * (self.h + self.e)
+                * self.group
+                // self.shared,
             ),
             programs=self.programs,
             work=tuple(

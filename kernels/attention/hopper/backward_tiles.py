@@ -17,12 +17,12 @@ from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
 from rewriter.kernels.attention.hopper.blocks import blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
 from rewriter.kernels.attention.hopper.dtypes import in_parts
-from rewriter.kernels.shared.halves import Halves
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place
 from rewriter.kernels.attention.hopper.use import head_in_array
 from rewriter.kernels.attention.visibility import FAR, Range
 from rewriter.kernels.shared import warpgroups, work_stealing
+from rewriter.kernels.shared.halves import Halves
 
 if TYPE_CHECKING:
     from jax import Array
@@ -412,7 +412,7 @@ class Tile:
     def __init__(self, kernel: Kernel, place: tuple[Any, Any], turn: Any = 0):
         p, (row, pair) = kernel.p, place
         self.slot: Any = None
-        """Where its resident arrays begin; None if those of no other tile are there."""
+        """Where its resident arrays are; None if those of no other tile are there."""
         if p.ahead > 1:
             self.slot = lax.rem(jnp.int32(turn), jnp.int32(p.ahead)) * p.warpgroups
         heads = jnp.int32(p.heads)

@@ -56,7 +56,9 @@ def takes_halves(spec: Spec) -> Verdict:
     kinds = {str(jnp.dtype(spec.dtype(name))) for name in "qkv"}
     kinds.add(str(jnp.dtype(spec.param("out_dtype") or spec.dtype("q"))))
     if kinds != {HALVED}:
-        return no("dtype", f"{', '.join(sorted(kinds))}: not float32 alone")
+        every = ", ".join(sorted(kinds))
+        text = f"q, k, v and the result are {every}: with a q of float32, all must be"
+        return no("dtype", text)
     for name in (PRECISION, PARAM):
         if (asked := spec.param(name)) not in PRECISIONS:
             text = f"float32 products at precision {asked}"

@@ -37,12 +37,12 @@ from rewriter.kernels.attention.hopper.config import (
 from rewriter.kernels.attention.hopper.dtypes import is_halved, parts
 from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
-from rewriter.kernels.shared.halves import split
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
 from rewriter.kernels.attention.hopper.use import Use, head_in_array
 from rewriter.kernels.attention.visibility import least
 from rewriter.kernels.shared import warpgroups, work_stealing
+from rewriter.kernels.shared.halves import split
 
 if TYPE_CHECKING:
     from jax import Array

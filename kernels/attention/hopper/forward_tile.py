@@ -18,10 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rewriter.kernels.attention.hopper import block_masks, pallas, panels
 from rewriter.kernels.attention.hopper.blocks import blocks_of, inside
 from rewriter.kernels.attention.hopper.dtypes import in_parts
-from rewriter.kernels.shared.halves import Halves
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place
 from rewriter.kernels.attention.visibility import Range
+from rewriter.kernels.shared.halves import Halves
 
 if TYPE_CHECKING:
     from jax import Array

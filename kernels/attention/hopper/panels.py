@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
-from rewriter.kernels.shared.halves import Halves, pairs
 from rewriter.kernels.shared import pallas_gpu
+from rewriter.kernels.shared.halves import Halves, pairs
 
 if TYPE_CHECKING:
     from jax import Array

@@ -79,7 +79,11 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         split = times * (groups * k * n + m * k) * HALVED
     own = max(
         seconds(
-            device, padded, 0.0, compute=DENSE, item=2 if halved else size,
+            device,
+            padded,
+            0.0,
+            compute=DENSE,
+            item=2 if halved else size,
             launches=3 * times,
         ),
         seconds(device, 0.0, moved, launches=3 * times),

@@ -170,13 +170,10 @@ def test_supports(mode: str) -> None:
     assert hopper.supports(spec(mode)).ok
     assert hopper.supports(spec(mode, m=1, dtype=jnp.float16)).ok
     assert hopper.supports(spec(mode, out="float32")).ok
-    assert hopper.supports(spec(mode, dtype=jnp.float32)).ok
-    assert hopper.supports(spec(mode, dtype=jnp.float32, precision="high")).ok
     for given, why in (
         (spec(mode, k=100), "k is 100"),
         (spec(mode, n=96), "n is 96"),
-        (spec(mode, right=jnp.float32), "rhs float32"),
-        (spec(mode, dtype=jnp.float32, precision="highest"), "precision highest"),
+        (spec(mode, dtype=jnp.float32), "lhs is float32"),
         (spec(mode, right=jnp.float16), "rhs float16"),
         (spec(mode, out="float16"), "the result is float16"),
         (spec(mode, m=0), "size 0"),
@@ -184,6 +181,15 @@ def test_supports(mode: str) -> None:
         verdict = hopper.supports(given)
         assert why in "; ".join(r.text for r in verdict.reasons)
         assert not verdict.ok
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_it_takes_of_float32(mode: str) -> None:
+    of = lambda **more: KERNEL.supports(spec(mode, dtype=jnp.float32, **more))
+    assert of().ok
+    assert of(precision="high").ok
+    assert "precision highest" in str(of(precision="highest"))
+    assert "rhs bfloat16" in str(of(right=jnp.bfloat16))
 
 
 def test_other_gpus_are_refused() -> None:

@@ -42,22 +42,30 @@ MOST = 1 << 30
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernels support a use: k and n are multiples of 64.
+    """Returns whether the kernels support a use: 16 bits, k and n multiples of 64."""
+    return _supports(spec, ("bfloat16", "float16"))
 
-    Operands are of one 16-bit float, or float32 at a precision that halves reach.
-    """
+
+def supports_halves(spec: Spec) -> Verdict:
+    """Returns the same, and takes float32 at a precision that halves reach."""
+    asked = spec.param("precision")
+    if "float32" in (spec.dtype("lhs"), spec.dtype("rhs")) and (
+        asked not in halves.PRECISIONS
+    ):
+        text = f"float32 products at precision {asked}"
+        return no("precision", f"{text}: 16 of their 24 digits are kept")
+    return _supports(spec, ("bfloat16", "float16", "float32"))
+
+
+def _supports(spec: Spec, dtypes: tuple[str, ...]) -> Verdict:
     base = known_sizes(spec, xla.supports)
     if not base.ok:
         return base
     found = [YES]
     left, right = spec.dtype("lhs"), spec.dtype("rhs")
-    if left not in ("bfloat16", "float16", "float32") or left != right:
-        text = f"lhs is {left} and rhs {right}, not both bfloat16, float16 or float32"
+    if left not in dtypes or left != right:
+        text = f"lhs is {left} and rhs {right}, not both {' or both '.join(dtypes)}"
         found.append(no("dtype", text))
-    asked = spec.param("precision")
-    if left == "float32" and asked not in halves.PRECISIONS:
-        text = f"float32 products at precision {asked}"
-        found.append(no("precision", f"{text}: 16 of their 24 digits are kept"))
     out = spec.param("out_dtype") or left
     if out not in (left, "float32"):
         found.append(no("out_dtype", f"the result is {out}, not {left} or float32"))
@@ -138,7 +146,7 @@ SPACE = Space(Tiles, default, configs, fits)
 
 KERNEL = anywhere(
     HOPPER.kernel(
-        "ragged_dot", forward, backward, supports,
+        "ragged_dot", forward, backward, supports_halves,
         Speed(by_estimate, by_rule=False, estimate=estimate, temporary=temporary),
         SPACE, SPACE,
     )
