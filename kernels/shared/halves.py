@@ -13,6 +13,7 @@ both operands in memory, which is not so for weights times values.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from rewriter.support.verdict import YES, Verdict, no
 
 
 class Halves(NamedTuple):
@@ -39,6 +42,27 @@ class Halves(NamedTuple):
 
 PRECISIONS = (None, "default", "high", "TF32_TF32_F32", "BF16_BF16_F32_X3")
 """Precisions of float32 products that XLA computes in TF32, or as here."""
+
+OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+"""An environment variable of NVIDIA's libraries: they use no TF32 if it is 0."""
+
+
+def reach(precision: str | None) -> Verdict:
+    """Returns whether halves are as exact as XLA's products of float32 on a GPU.
+
+    Args:
+        precision: That of the program's products.
+
+    Example:
+        >>> reach("high").ok, reach("highest").ok
+        (True, False)
+    """
+    text, kept = "float32 products", "16 of their 24 digits are kept"
+    if precision not in PRECISIONS:
+        return no("precision", f"{text} at precision {precision}: {kept}")
+    if precision != "BF16_BF16_F32_X3" and os.environ.get(OVERRIDE) == "0":
+        return no("precision", f"{text} without TF32, as {OVERRIDE}=0 asks: {kept}")
+    return YES
 
 
 @dataclass(frozen=True)

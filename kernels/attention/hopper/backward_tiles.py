@@ -366,7 +366,7 @@ class Kernel(abc.ABC):
                 plgpu.copy_smem_to_gmem(source, target)
 
     def operand(self, x: Array) -> Any:
-        """Returns numbers in registers as tensor cores take them: 16 bits, or halves."""
+        """Returns numbers in registers as tensor cores take them."""
         made = in_parts(x, self.given["q"].dtype, 1 + self.p.halves)
         return Halves(*made) if self.p.halves else made[0]
 
@@ -412,7 +412,7 @@ class Tile:
     def __init__(self, kernel: Kernel, place: tuple[Any, Any], turn: Any = 0):
         p, (row, pair) = kernel.p, place
         self.slot: Any = None
-        """Where its resident arrays are; None if those of no other tile are there."""
+        """Where its resident arrays are; None if there is one tile at a time."""
         if p.ahead > 1:
             self.slot = lax.rem(jnp.int32(turn), jnp.int32(p.ahead)) * p.warpgroups
         heads = jnp.int32(p.heads)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.weights import PARAM, PRECISION
-from rewriter.kernels.shared.halves import PRECISIONS
-from rewriter.support.verdict import YES, Verdict, no
+from rewriter.kernels.shared.halves import reach
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
@@ -59,11 +59,7 @@ def takes_halves(spec: Spec) -> Verdict:
         every = ", ".join(sorted(kinds))
         text = f"q, k, v and the result are {every}: with a q of float32, all must be"
         return no("dtype", text)
-    for name in (PRECISION, PARAM):
-        if (asked := spec.param(name)) not in PRECISIONS:
-            text = f"float32 products at precision {asked}"
-            return no("precision", f"{text}: 16 of their 24 digits are kept")
-    return YES
+    return all_of(*(reach(spec.param(name)) for name in (PRECISION, PARAM)))
 
 
 def is_halved(dtype: Any) -> bool:

@@ -106,6 +106,14 @@ def test_precisions_that_halves_reach(asked: str | None) -> None:
     assert hopper.supports(spec(jnp.float32, **more, **ROUNDED)).ok
 
 
+def test_without_tf32_xla_is_more_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's libraries then multiply all digits."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert "NVIDIA_TF32_OVERRIDE=0" in str(
+        hopper.supports(spec(jnp.float32, **ROUNDED))
+    )
+
+
 def mixed(name: str) -> Spec:
     """A use with one operand of 16 bits."""
     given = spec(jnp.float32, **ROUNDED)

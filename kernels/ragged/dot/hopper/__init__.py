@@ -48,12 +48,10 @@ def supports(spec: Spec) -> Verdict:
 
 def supports_halves(spec: Spec) -> Verdict:
     """Returns the same, and takes float32 at a precision that halves reach."""
-    asked = spec.param("precision")
-    if "float32" in (spec.dtype("lhs"), spec.dtype("rhs")) and (
-        asked not in halves.PRECISIONS
-    ):
-        text = f"float32 products at precision {asked}"
-        return no("precision", f"{text}: 16 of their 24 digits are kept")
+    wide = "float32" in (spec.dtype("lhs"), spec.dtype("rhs"))
+    verdict = halves.reach(spec.param("precision")) if wide else YES
+    if not verdict.ok:
+        return verdict
     return _supports(spec, ("bfloat16", "float16", "float32"))
 
 
