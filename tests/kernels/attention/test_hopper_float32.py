@@ -20,6 +20,7 @@ from tests.kernels.attention.test_hopper import (
     H200,
     error,
     exact_gradients,
+    needs_hopper,
     operands,
     spec,
 )
@@ -162,3 +163,26 @@ def test_it_is_lowered_without_a_gpu(shape: tuple[int, ...]) -> None:
     exported = jax.export.export(jax.jit(both), platforms=["cuda"])(x, x, x, x)
     assert exported.mlir_module().count("mosaic_gpu_v2") == 3
     assert {str(x.dtype) for x in exported.out_avals} == {"float32"}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("t", [512, 577])
+@pytest.mark.parametrize("h", [32, 64, 80, 128])
+@pytest.mark.parametrize("window", [(None, None), CAUSAL])
+def test_numbers(t: int, h: int, window: Any) -> None:
+    q, k, v, up = operands((2, t, t, 4, 2, h, h), "float32")
+    given = {"window": window, "scale": h**-0.5}
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, up: Any) -> Any:
+        out, kept = hopper.forward(q=q, k=k, v=v, residuals=True, **given)
+        more = {"out": out, "residuals": kept, "cotangent": up}
+        grads = hopper.backward(q=q, k=k, v=v, **more, **given)
+        return out, *(grads[n] for n in "qkv")
+
+    got, again = both(q, k, v, up), both(q, k, v, up)
+    want = exact_gradients(q, k, v, up, **given)
+    for x, y, z in zip(got, again, want, strict=True):
+        assert error(x, z) <= LIMIT
+        np.testing.assert_array_equal(x, y)
