@@ -119,6 +119,8 @@ def default(spec: Spec, device: Device) -> Tiles:
     long = spec.shape("k")[1] >= (LONG_CAUSAL if hides else LONG)
     if max(h, e) <= 64 and extra.computed:
         best = Tiles(128, 2, 2)
+    elif max(h, e) <= 64 and _is_one_block(spec):
+        best = Tiles(-(-spec.shape("k")[1] // 32) * 32, 2, 2, turns=False, held=True)
     elif max(h, e) <= 64:
         best = Tiles(128, 4, 3, turns=False, held=left is not None or not hides)
     elif max(h, e) > 128:
@@ -140,6 +142,16 @@ def default(spec: Spec, device: Device) -> Tiles:
     tried = [_claiming(x, spec) for x in tried]
     made = next((x for x in tried if _fits(x, spec).ok), smallest)
     return replace(made, programs=processors(device))
+
+
+def _is_one_block(spec: Spec) -> bool:
+    """Whether one block of more than 128 keys holds all of them, and all are seen.
+
+    197 keys of heads of 64 then took 0.88 of the time of two blocks on an H200
+    (``tests/bench/results/hopper_float32_h200.json``).
+    """
+    more = extra_in(spec) != NONE or spec.param("softcap") or _count(spec) > 1
+    return not (sees_unevenly(spec) or more) and 128 < spec.shape("k")[1] <= ONE_BLOCK
 
 
 def _is_copied_by_rows(spec: Spec) -> bool:
@@ -164,6 +176,9 @@ def _of_wide_heads(h: int, e: int, spec: Spec) -> Tiles:
         return Tiles(64, 2, 3, turns=False)
     return Tiles(96, 2, 2, turns=False)
 
+
+ONE_BLOCK = 224
+"""Keys of the largest block that registers hold beside heads of 64."""
 
 SHORT = 1024
 """Keys up to which three warpgroups are faster for heads of 192."""
