@@ -72,7 +72,10 @@ class Member:
     made_of: tuple[Member, ...] | None = field(default=None, compare=False)
 
     def changed(
-        self, of: Callable[[Poly], Poly] = lambda form: form, *, over: Iterable[int] = ()
+        self,
+        of: Callable[[Poly], Poly] = lambda form: form,
+        *,
+        over: Iterable[int] = (),
     ) -> Member:
         """Returns the member with other forms, at more indices."""
         inner = self.made_of
@@ -88,10 +91,22 @@ class Largest:
     Attributes:
         above: It is not below any of these.
         among: It is one of these.
+        elementwise: Whether no maximum is taken over keys, or over blocks of them.
     """
 
     above: tuple[Member, ...]
     among: tuple[Member, ...]
+    elementwise: bool = True
+
+    def changed(
+        self,
+        of: Callable[[Poly], Poly] = lambda form: form,
+        *,
+        over: Iterable[int] = (),
+    ) -> Largest:
+        """Returns what is known of a value that is changed as these are."""
+        change = lambda members: tuple(m.changed(of, over=over) for m in members)
+        return replace(self, above=change(self.above), among=change(self.among))
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,8 @@ def shifted_by_maximum(row: Row, form: Poly) -> Shifted | None:
         if _is_sink(row, base):
             return Shifted(base)
         try:
-            found = _largest(row, shift)
+            with row.ev.proving():
+                found = _largest(row, shift)
         except NeedSplit:  # of pieces that are not taken apart
             continue
         among = _beside(row, shift, base)
@@ -243,28 +259,29 @@ def _largest(row: Row, form: Poly, seen: frozenset[int] = frozenset()) -> Larges
 
 def _times(alg: Algebra, found: Largest, factor: Poly) -> Largest:
     """A value times a positive factor."""
-    times = lambda m: m.changed(lambda form: alg.mul(form, factor))
-    return Largest(*(tuple(map(times, x)) for x in _parts(found)))
-
-
-def _parts(found: Largest) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
-    return found.above, found.among
+    return found.changed(lambda form: alg.mul(form, factor))
 
 
 def _both(a: Largest, b: Largest) -> Largest:
     """The larger of two values."""
-    return Largest(a.above + b.above, a.among + b.among)
+    elementwise = a.elementwise and b.elementwise
+    return Largest(a.above + b.above, a.among + b.among, elementwise)
 
 
 def _named(form: Poly, found: Largest) -> Largest:
-    """The same of a value that has a form: it is not below itself, and it is itself."""
-    return Largest((Member(form), *found.above), (Member(form, made_of=found.among),))
+    """The same of a value that has a form: it is not below itself.
+
+    A function of single scores, such as a rectifier, may be what a row exponentiates.
+    """
+    itself = (Member(form, made_of=found.among),)
+    among = itself if found.elementwise else found.among
+    return Largest((Member(form), *found.above), among, found.elementwise)
 
 
 def _either(a: Largest, b: Largest) -> Largest:
     """One of two values."""
     common = tuple(m for m in a.above if m in b.above)
-    return Largest(common, a.among + b.among)
+    return Largest(common, a.among + b.among, a.elementwise and b.elementwise)
 
 
 def _of_leaf(row: Row, atom: int, seen: frozenset[int]) -> Largest:
@@ -274,13 +291,14 @@ def _of_leaf(row: Row, atom: int, seen: frozenset[int]) -> Largest:
     own = args[: len(ev.g.shape(value))]
     itself = alg.of_atom(atom)
     if atom in seen:
-        return _named(itself, Largest((), ()))
+        return _named(itself, Largest((), (), elementwise=False))
     seen |= {atom}
     node = ev.g.node_of(value)
     go_on = lambda v: _largest(row, ev.poly(v, ev.aligned(v, own)), seen)
     if node is None:
         loop, k = ev.loops.carries[value]
         found = _either(go_on(loop.first[k]), go_on(loop.after[k]))
+        found = replace(found, elementwise=False)
     elif node.prim in SAME or node.prim == "pmax":
         found = go_on(node.ins[node.outs.index(value)])  # of equal parts of all devices
     elif node.prim in LAYOUT_PRIMITIVES:
@@ -328,8 +346,7 @@ def _of_axes(row: Row, atom: int, seen: frozenset[int]) -> Largest:
 
 def _over(found: Largest, over: frozenset[int]) -> Largest:
     """The maximum of a value over some indices."""
-    wider = lambda m: m.changed(over=over)
-    return Largest(*(tuple(map(wider, x)) for x in _parts(found)))
+    return replace(found.changed(over=over), elementwise=False)
 
 
 # ------------------------------------------------------------------------- equality
