@@ -34,7 +34,20 @@ def temporary(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         return {}
     scores = float(item(spec, "q") * math.prod((b, n, t, s)))
     rows = 0.0 if passes == "forward" else float(b * n * t)
-    found = {"xla": HELD.get(passes, HELD_WITH_GRADIENTS) * scores, "hopper": 8 * rows}
+    found = {
+        "xla": HELD.get(passes, HELD_WITH_GRADIENTS) * scores,
+        "hopper": 8 * rows + _halves(spec, passes),
+    }
     if set(spec.operands) <= PLAIN:
         found["cudnn"] = (8 + 4 * h) * rows
     return found
+
+
+def _halves(spec: Spec, passes: str) -> float:
+    """Bytes of float32 operands, and of the cotangent, in two parts each."""
+    if spec.dtype("q") != "float32":
+        return 0.0
+    sizes = sum(math.prod(spec.shape(name)) for name in "qkv")
+    if passes != "forward":
+        sizes += math.prod(spec.shape("q")[:3]) * spec.shape("v")[3]
+    return 4.0 * sizes

@@ -96,6 +96,7 @@ ATTENTION: dict[str, Case] = {
         arrays(*[(4, 2048, 16, 64)] * 3),
         BOTH,
     ),
+    "float32": (HOPPER, SELF, arrays(*[(2, 577, 16, 64)] * 3, dtype=F32), BOTH),
     "window": (
         HOPPER,
         attention("btnh", "bsnh", "btnh", 1023),
@@ -323,6 +324,9 @@ KNOWN: dict[tuple[str, str], dict[str, int]] = {
         "copy [4,16,2048,64]": 1,
         "transpose [4,16,2048,64]": 1,
     },
+    # Halves of float32 numbers, which are computed: of q, k, v and the cotangent.
+    ("float32", "forward"): {"concatenate [2,2,577,16,64]": 3},
+    ("float32", "both"): {"concatenate [2,2,577,16,64]": 4},
     # As the program has it.
     ("packed", "forward"): {"slice [4,2048,16,64]": 3},
     # Matrices are two arrays: it is taken only where it is asked for, or was measured.

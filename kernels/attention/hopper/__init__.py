@@ -40,11 +40,16 @@ from rewriter.kernels.attention.hopper.config import configs as configs
 from rewriter.kernels.attention.hopper.config import default as default
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import widths as widths
-from rewriter.kernels.attention.hopper.dtypes import parts, takes_dtypes
+from rewriter.kernels.attention.hopper.dtypes import (
+    is_halved,
+    products,
+    takes_dtypes,
+    takes_halves,
+)
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
 from rewriter.kernels.attention.memory import temporary
-from rewriter.kernels.attention.weights import PARAM
+from rewriter.kernels.attention.weights import PARAM, PRECISION
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
@@ -72,10 +77,12 @@ WIDEST = 256
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether it supports a use: operands of 16 bits, widths up to 256."""
+    """Returns whether it supports a use: operands of one float, widths up to 256."""
     if spec.symbolic:
         return no("symbolic", "the Hopper kernel needs known sizes")
-    verdict = all_of(_operands(spec), takes_dtypes(spec), _sizes(spec), _numbers(spec))
+    halved = is_halved(spec.dtype("q"))
+    dtypes = takes_halves(spec) if halved else takes_dtypes(spec)
+    verdict = all_of(_operands(spec), dtypes, _sizes(spec), _numbers(spec))
     if not verdict.ok:
         return verdict
     return all_of(
@@ -128,7 +135,7 @@ def _numbers(spec: Spec) -> Verdict:
 
 def room(spec: Spec) -> Verdict:
     """Returns whether the smallest tiles fit; wide heads leave little memory."""
-    smallest, count = Tiles(32, 2, 2), parts(spec.param(PARAM))
+    smallest, count = Tiles(32, 2, 2), products(spec.param(PARAM), spec.dtype("q"))
     return fits_widths(smallest, *widths(spec), extra_in(spec), count)
 
 
@@ -142,7 +149,9 @@ def forward(**given: Any) -> Any:
     e = given["v"].shape[3]
     given = _with_widths(given, "qkv")
     sizes = filled(given["q"].shape[3]), filled(given["v"].shape[3])
-    count, extra = parts(given.get(PARAM)), extra_of(flat(given))
+    given.pop(PRECISION, None)  # `takes_halves` says which
+    count = products(given.get(PARAM), given["q"].dtype)
+    extra = extra_of(flat(given))
     config = given.pop("config", None) or first_fitting(*sizes, extra, count)
     made = forward_kernel.forward(**given, config=config)
     if not given.get("residuals"):
@@ -157,14 +166,16 @@ def backward(**given: Any) -> dict[str, Array]:
     Uses that fit no tiles are left to `rewriter.kernels.attention.xla`, and so is the
     cotangent of a bias without `BackwardTiles.tables`. Compilers drop unused gradients.
     """
-    given.pop(PARAM, None)  # gradients are rounded to 16 bits
+    given.pop(PARAM, None)  # gradients are as exact as q
+    given.pop(PRECISION, None)
     joined = given.pop("joined", {})
     whole = _with_widths(given, ("q", "k", "v", "out", "cotangent"))
     given.pop("packed", None)
     sizes = [filled_backward(whole[name].shape[3]) for name in "qv"]
     extra = extra_of(flat(given))
-    config = given.pop("config", None) or first_fitting_backward(*sizes, extra)
-    if config is None or not fits_backward_widths(config, *sizes, extra).ok:
+    halves = is_halved(given["q"].dtype)
+    config = given.pop("config", None) or first_fitting_backward(*sizes, extra, halves)
+    if config is None or not fits_backward_widths(config, *sizes, extra, halves).ok:
         return _joined(xla.backward(**flat(given)), joined)
     from rewriter.kernels.attention.hopper import backward_kernel
 

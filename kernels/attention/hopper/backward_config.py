@@ -14,6 +14,7 @@ from rewriter.kernels.attention.hopper.config import (
     backward_widths,
     sees_unevenly,
 )
+from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -43,6 +44,9 @@ class BackwardTiles:
         tables: Whether a kernel computes the cotangent of a bias that varies along
             queries and keys, if that is needed and fits.
         claimed: As in `Tiles`.
+        ahead: Tiles whose own rows shared memory holds. With two, those of the next
+            tile are copied while one is computed, which helps where tiles meet few
+            blocks.
     """
 
     queries: int = 64
@@ -55,6 +59,7 @@ class BackwardTiles:
     v_stages: int = 0
     tables: bool = True
     claimed: bool = False
+    ahead: int = 1
 
 
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
@@ -67,6 +72,9 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     128 queries, heads of 64, in windows                372   320
     3 blocks of queries, heads of 128, all keys seen   1458  1654
 
+    With the rows of two tiles in memory, 197 positions with gradients took 0.83 of the
+    time. 577 took 0.92, and 2048 under a causal mask 0.95
+    (``tests/bench/results/hopper_float32_h200.json``).
     Under a mask three blocks of queries in memory take as long as two.
     A function of scores needs registers of its own: blocks then have 64 keys. Otherwise
     heads of 128 have blocks of 128 keys for dq, not 64. With slopes both passes then
@@ -74,7 +82,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     (``tests/bench/results/hopper_attention_h200.json``).
     """
     h, e = backward_widths(spec)
-    width, extra = max(h, e), extra_in(spec)
+    width, extra, halves = max(h, e), extra_in(spec), is_halved(spec.dtype("q"))
     window = spec.param("window", (None, None))
     if extra.computed:
         best = BackwardTiles(64, 64)
@@ -82,16 +90,16 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
         untried = width > 64 and (extra.tables or extra.rows)
         best = BackwardTiles(64, 64 if untried else 128)
     elif width <= 64 and window[0] is None and _plain(spec):
-        best = BackwardTiles(128, 128)
+        best = BackwardTiles(128, 128, ahead=2)
     elif width <= 64:
         best = BackwardTiles(64, 128, 3)
     else:
         best = (
             BackwardTiles(64, 128) if sees_unevenly(spec) else BackwardTiles(64, 64, 3)
         )
-    tried = (best, replace(best, keys=64), *WIDE)
+    tried = (best, replace(best, keys=64), *(HALVES if halves else WIDE))
     tried = [_claiming_backward(x, spec) for x in tried]
-    fitting = (x for x in tried if fits_backward_widths(x, h, e, extra).ok)
+    fitting = (x for x in tried if fits_backward_widths(x, h, e, extra, halves).ok)
     return replace(next(fitting, best), programs=processors(device))
 
 
@@ -107,9 +115,10 @@ def _claiming_backward(config: BackwardTiles, spec: Spec) -> BackwardTiles:
     with segments, and 1.01 where all tiles are alike.
     """
     (h, e), extra = backward_widths(spec), extra_in(spec)
+    halves = is_halved(spec.dtype("q"))
     differ = sees_unevenly(spec) or extra.rows or extra.columns or spec.has("mask")
     made = replace(config, claimed=config.programs > 0 and bool(differ))
-    fits = fits_backward_widths(made, h, e, extra).ok
+    fits = fits_backward_widths(made, h, e, extra, halves).ok
     return made if fits else replace(made, claimed=False)
 
 
@@ -128,10 +137,13 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
 
 
 def _backward_configs(spec: Spec) -> list[BackwardTiles]:
+    if is_halved(spec.dtype("q")):
+        return list(HALVES)
     width = max(backward_widths(spec))
     if width <= 64:
         return [
-            BackwardTiles(128, 128), BackwardTiles(64, 128, 3),
+            BackwardTiles(128, 128, ahead=2), BackwardTiles(128, 128),
+            BackwardTiles(64, 128, 3),
             BackwardTiles(64, 64, 3, 3), BackwardTiles(64, 64, 3),
         ]  # fmt: skip
     narrow = [BackwardTiles(64, 128), BackwardTiles(64, 64, 3)]
@@ -155,10 +167,19 @@ of biases they take the others. ptxas 13.0 spills no register in any of them.
 """
 
 
-def first_fitting_backward(h: int, e: int, extra: Extra = NONE) -> BackwardTiles | None:
+HALVES = (
+    BackwardTiles(64, 64, ahead=2), BackwardTiles(64, 64), BackwardTiles(64, 128),
+    BackwardTiles(64, 64, 3), BackwardTiles(32, 64), BackwardTiles(32, 32),
+)  # fmt: skip
+"""Configs for operands of float32: each half takes as much memory as 16 bits do."""
+
+
+def first_fitting_backward(
+    h: int, e: int, extra: Extra = NONE, halves: bool = False
+) -> BackwardTiles | None:
     """Returns the same for the backward; None if nothing fits."""
-    tried = (BackwardTiles(), *WIDE)
-    fitting = (x for x in tried if fits_backward_widths(x, h, e, extra).ok)
+    tried = (BackwardTiles(), *(HALVES if halves else WIDE))
+    fitting = (x for x in tried if fits_backward_widths(x, h, e, extra, halves).ok)
     return next(fitting, None)
 
 
@@ -166,11 +187,12 @@ def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config of the backward can run."""
     del device
     h, e = backward_widths(spec)
-    return fits_backward_widths(config, h, e, extra_in(spec))
+    halves = is_halved(spec.dtype("q"))
+    return fits_backward_widths(config, h, e, extra_in(spec), halves)
 
 
 def fits_backward_widths(
-    config: BackwardTiles, h: int, e: int, extra: Extra = NONE
+    config: BackwardTiles, h: int, e: int, extra: Extra = NONE, halves: bool = False
 ) -> Verdict:
     """Returns the same for heads of width h and values of width e."""
     found = [YES]
@@ -183,9 +205,11 @@ def fits_backward_widths(
         divided = config.divided and name == "queries"
         rows = 64 if divided else 64 * config.warpgroups
         values = config.v_stages if name == "keys" else 0
-        size = 2 * (h + e) * rows + 2 * config.stages * block * h
+        size = 2 * (h + e) * rows * config.ahead + 2 * config.stages * block * h
         size += 2 * (values or config.stages) * block * e
         size += 2 * 64 * block * WEIGHTS * divided
+        if halves:  # twice as much, and pieces of results
+            size += size + 4 * rows * 32
         its = extra.transposed if name == "queries" else extra
         size += its.nbytes(config.stages, rows, block) + BARRIERS
         # Numbers of queries, and of others, each in memory that begins at a KiB.
@@ -198,10 +222,10 @@ def fits_backward_widths(
             found.append(no("shared_memory", text))
     # Two accumulators of scores with the weights of one in 16 bits, beside results.
     most = REGISTERS[config.warpgroups][0] - 16
-    sums = max(h, e) if config.divided else h + e
+    sums, narrow = max(h, e) if config.divided else h + e, 2 if halves else 4
     used = max(
-        config.queries + config.queries // 4 + sums // 2,
-        config.keys + config.keys // 4 + h // 2,
+        config.queries + config.queries // narrow + sums // 2,
+        config.keys + config.keys // narrow + h // 2,
     )
     if used > most:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
@@ -209,6 +233,13 @@ def fits_backward_widths(
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))
     if config.divided and config.warpgroups != 2:
         found.append(no("divided", f"{config.warpgroups} warpgroups, not 2"))
+    if not 1 <= config.ahead <= 2 or (
+        config.ahead > 1 and (config.divided or config.fused)
+    ):
+        found.append(no("ahead", f"rows of {config.ahead} tiles"))
+    if halves and (config.divided or config.fused):
+        text = "float32 operands, whose weights would be rounded to 16 bits in memory"
+        found.append(no("dtype", text))
     if config.fused:
         found.append(_fits_fused(config))
     return all_of(*found)

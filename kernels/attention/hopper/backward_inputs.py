@@ -17,9 +17,11 @@ from rewriter.kernels.attention.hopper.averaged_rows import delta_of
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.backward_problem import Problem
 from rewriter.kernels.attention.hopper.config import filled_backward
+from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.forward_kernel import row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Terms, terms_of, transposed
+from rewriter.kernels.shared.halves import split
 
 if TYPE_CHECKING:
     from jax import Array
@@ -65,8 +67,8 @@ def inputs_of(
 ) -> Inputs:
     """Returns the inputs of the kernels; arguments are as in `backward`."""
     numbers, up = use.numbers(), cotangent.astype(use.q.dtype)
-    wide = up.astype(jnp.float32) * out.astype(jnp.float32)
-    delta = wide.sum(-1).swapaxes(1, 2)  # one fused reduction, where no dot is one
+    each = up.astype(jnp.float32) * out.astype(jnp.float32)
+    delta = each.sum(-1).swapaxes(1, 2)  # one fused reduction, where no dot is one
     terms, extra = terms_of(*use.lengths, **use.extra)
     extra.pop("sinks", None)
     empty = lse == -jnp.inf
@@ -78,7 +80,10 @@ def inputs_of(
         line = extra_turned["row_terms"]
         extra_turned["row_terms"] = _padded(line, config, 0.0)
     of_keys, of_queries = _problems(use, terms, turned, config)
-    named = use.tensors() | {"g": up} | rows | numbers
+    wide = use.tensors() | {"g": up}
+    if is_halved(use.q.dtype):
+        wide = {name: split(x) for name, x in wide.items()}
+    named = wide | rows | numbers
     masks = use.masks
     return Inputs(
         with_reach(Side(of_keys, named | extra_turned, masks.transposed)),
@@ -120,6 +125,7 @@ def _problems(
         "by_rows": use.by_rows((h, e)), "packed": use.heads,
         "programs": config.programs, "stages": config.stages,
         "warpgroups": config.warpgroups, "claimed": config.claimed,
+        "halves": is_halved(use.q.dtype), "ahead": config.ahead,
     }  # fmt: skip
     of_keys = Problem(
         heads=heads, group=n // heads, shared=1, block=config.queries,

@@ -247,12 +247,12 @@ def _sums(
     """
     p = side.problem
     block = sums_block(config, p.h, p.e, extra)
-    if not block:
+    if not block or p.halves:
         return None
     n = p.heads * p.group
     whole = replace(
         p, heads=n, group=1, shared=p.group * p.shared, block=block,
-        stages=SUMS_STAGES, values=SUMS_STAGES, divided=False,
+        stages=SUMS_STAGES, values=SUMS_STAGES, divided=False, ahead=1,
     )  # fmt: skip
     single = with_reach(replace(side, problem=whole, arrays=without_reach(side)))
     size = (p.b, n, -(-p.mask.t // whole.rows) * whole.rows)
@@ -266,11 +266,11 @@ def _of_tables(
     """Returns the cotangent of a table of biases; None if it does not fit."""
     p, named = side.problem, without_reach(side)
     stages = table_stages(config, p.h, p.e, extra_of(given))
-    if stages < 1:
+    if stages < 1 or p.halves:
         return None
     table = named["bias"]
     same = {x.name: getattr(p, x.name) for x in fields(p)}
-    same |= {"block": TABLE_BLOCK, "stages": stages, "values": stages}
+    same |= {"block": TABLE_BLOCK, "stages": stages, "values": stages, "ahead": 1}
     whole = TableProblem(**same, entries=table.shape[:2])
     blocks = whole.down * whole.across * table.shape[0] * table.shape[1]
     parts = splits(blocks, whole.members, config.programs or PROCESSORS)

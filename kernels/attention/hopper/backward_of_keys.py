@@ -44,8 +44,8 @@ class OfKeys(Kernel):
         """Copies the resident arrays of a tile."""
         rows = pl.ds(tile.first + 64 * w, 64)
         for name in self.fixed:
-            at = (tile.b, rows, tile.head)
-            self.send(name, at, w, self.memory["ready"].at[w])
+            at, to = (tile.b, rows, tile.head), tile.of(w)
+            self.send(name, at, to, self.memory["ready"].at[to])
 
     def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
         """Copies a streamed block to free memory of the first array."""
@@ -121,6 +121,8 @@ class OfKeys(Kernel):
         if passed is weights:
             weights = lax.optimization_barrier(weights)
             return weights, weights
+        if self.p.halves:
+            return lax.optimization_barrier((weights, passed))
         narrow = weights.astype(self.given["q"].dtype)
         return lax.optimization_barrier((narrow, passed))
 
@@ -143,12 +145,12 @@ class OfKeys(Kernel):
 
     def changed(
         self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen
-    ) -> tuple[Any, Array]:
-        """Returns new (dk, dv), and dSᵀ in 16 bits: [64, block]."""
-        p, x, mine = self.p, self.memory, self.warpgroup
+    ) -> tuple[Any, Any]:
+        """Returns new (dk, dv), and dSᵀ as an operand of products: [64, block]."""
+        p, x = self.p, self.memory
         slot = lax.rem(step, jnp.int32(p.stages))
-        (mine,) = pallas.opaque(mine)
-        shape, dtype = (64, p.block), self.given["q"].dtype
+        (mine,) = pallas.opaque(tile.of(self.warpgroup))
+        shape = (64, p.block)
         for name in ("first_ready", "second_ready"):
             plgpu.barrier_wait(x[name].at[slot])
 
@@ -157,15 +159,15 @@ class OfKeys(Kernel):
             panels.add_scores(scores, x["k"].at[mine], x["q"].at[slot])
             panels.add_scores(changes, x["v"].at[mine], x["g"].at[slot])
             lse = self.across("lse", slot, shape)
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.changes)
             found = lax.optimization_barrier(found)
             found, steep = self.scores(tile, found, j, slot, step, seen)
             rest = self.across("rest", slot, shape)
             weights, steep = self.weigh(found, steep, lse, rest, seen)
             change = lax.optimization_barrier(changes[...])
-            panels.add_rows(dv, weights.astype(dtype), x["g"].at[slot])
+            panels.add_rows(dv, self.operand(weights), x["g"].at[slot])
             change = steep * (change - self.across("delta", slot, shape))
-            change = self.only_seen(change, steep, seen).astype(dtype)
+            change = self.operand(self.only_seen(change, steep, seen))
             panels.add_rows(dk, change, x["q"].at[slot])
             made = dk[...], dv[...]
             plgpu.barrier_arrive(x["free"].at[slot])
@@ -180,7 +182,7 @@ class OfKeys(Kernel):
         self.put(dk * self.p.scale, "k", "dk", tile)
         self.put(dv, "v", "dv", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+        plgpu.barrier_arrive(self.memory["done"].at[tile.of(self.warpgroup)])
 
 
 class Divided(OfKeys):

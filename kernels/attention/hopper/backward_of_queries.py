@@ -38,16 +38,17 @@ class OfQueries(Kernel):
     @classmethod
     def row_memory(cls, p: Problem) -> dict[str, Any]:
         """Returns shared memory for numbers of queries."""
-        shape = (p.warpgroups, 64)
+        shape = (p.ahead * p.warpgroups, 64)
         return {x: plgpu.SMEM(shape, jnp.float32) for x in p.numbers}
 
     def copy_tile(self, tile: Tile, w: int) -> None:
         """Copies the resident arrays of a tile."""
-        rows, barrier = pl.ds(tile.first + 64 * w, 64), self.memory["ready"].at[w]
+        rows, to = pl.ds(tile.first + 64 * w, 64), tile.of(w)
+        barrier = self.memory["ready"].at[to]
         for name in self.fixed:
-            self.send(name, (tile.b, rows, tile.head), w, barrier)
+            self.send(name, (tile.b, rows, tile.head), to, barrier)
         for name in self.p.numbers:
-            self.send(name, (tile.b, tile.head, rows), w, barrier)
+            self.send(name, (tile.b, tile.head, rows), to, barrier)
 
     def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
         """Copies a streamed block: keys, and values if their memory is free."""
@@ -80,7 +81,7 @@ class OfQueries(Kernel):
 
     def begin(self, tile: Tile) -> Any:
         """Returns zeros to accumulate in, and the values that a tile's steps read."""
-        numbers = self.numbers(tile, (self.warpgroup,))
+        numbers = self.numbers(tile, (tile.of(self.warpgroup),))
         return pallas.zeros((64, self.p.h)), *numbers.values()
 
     def numbers(self, tile: Tile, at: tuple[Any, ...]) -> dict[str, Array]:
@@ -104,11 +105,11 @@ class OfQueries(Kernel):
 
     def step(self, tile: Tile, j: Any, step: Any, carry: Any, seen: Seen) -> Any:
         """Returns the sums with a block added."""
-        p, x, mine = self.p, self.memory, self.warpgroup
+        p, x, mine = self.p, self.memory, tile.of(self.warpgroup)
         dq_before, lse, delta, *rest = carry
         slot, second = self.slots(step)
         mine, second = pallas.opaque(mine, second)
-        shape, dtype = (64, p.block), self.given["q"].dtype
+        shape = (64, p.block)
         plgpu.barrier_wait(x["first_ready"].at[slot])
         plgpu.barrier_wait(x["second_ready"].at[second])
 
@@ -116,7 +117,7 @@ class OfQueries(Kernel):
             dq[...] = dq_before
             panels.add_scores(scores, x["q"].at[mine], x["k"].at[slot])
             panels.add_scores(changes, x["g"].at[mine], x["v"].at[second])
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.copies[1])
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=p.changes)
             found = lax.optimization_barrier(found)
             found, steep = self.scores(tile, found, j, slot, step, seen)
             wide = [pallas.along(x, shape) for x in (lse, *rest)]
@@ -130,7 +131,7 @@ class OfQueries(Kernel):
                 change, total = self.averaged_changes(j, change, plain, weights, delta)
             else:
                 change = weights * (change - pallas.along(delta, shape))
-            panels.add_rows(dq, change.astype(dtype), x["k"].at[slot])
+            panels.add_rows(dq, self.operand(change), x["k"].at[slot])
             made = dq[...]
             plgpu.barrier_arrive(x["free"].at[slot])
             return made, total
@@ -184,4 +185,4 @@ class OfQueries(Kernel):
         """Writes the sums of a tile."""
         self.put(carry[0] * self.p.scale, "q", "dq", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+        plgpu.barrier_arrive(self.memory["done"].at[tile.of(self.warpgroup)])

@@ -115,7 +115,8 @@ class OfTables(OfQueries):
 
     def over_blocks(self, body: Callable[[Any, Any], Any]) -> None:
         """Runs ``steps = body(index, steps)`` for blocks of the table."""
-        pallas.over_tiles(self.p.order, self.given, self.memory, body)
+        of = lambda index, steps, _: body(index, steps)
+        pallas.over_tiles(self.p.order, self.given, self.memory, of)
 
     def over_members(
         self, index: Any, body: Callable[[Tile, Any, Any], Any], carry: Any

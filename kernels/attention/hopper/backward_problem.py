@@ -48,6 +48,8 @@ class Problem:
         packed: The heads of operands in the arrays that are read.
         joined: The heads of cotangents in the array that holds them.
         averages: How rows without keys weigh keys, if they pass something back.
+        halves: Whether operands are float32, in two parts.
+        ahead: Tiles whose resident arrays shared memory holds.
     """
 
     b: int
@@ -71,6 +73,8 @@ class Problem:
     packed: tuple[tuple[str, Heads], ...] = ()
     joined: tuple[tuple[str, Heads], ...] = ()
     averages: Averages | None = None
+    halves: bool = False
+    ahead: int = 1
 
     @property
     def tiles(self) -> Callable[..., Any]:
@@ -81,10 +85,20 @@ class Problem:
     def copies(self) -> tuple[int, int]:
         """The copies that bring rows of width h, and of width e."""
         h, e = (
-            panels.copies(x, pallas.swizzle(x, self.block), self.by_rows)
+            panels.copies(x, pallas.swizzle(x, self.block), self.by_rows, self.halves)
             for x in (self.h, self.e)
         )
         return h, e
+
+    @property
+    def changes(self) -> int:
+        """The products that make changes of weights: one for each panel, or three."""
+        return self.copies[1] // 2 * 3 if self.halves else self.copies[1]
+
+    @property
+    def piece(self) -> int:
+        """Columns of a result in float32 that are written at a time."""
+        return 16 if self.h % 32 or self.e % 32 else 32
 
     @property
     def parts(self) -> int:
@@ -112,7 +126,13 @@ class Problem:
         return Order(
             pairs=self.b * self.heads,
             bytes_of_pair=max(
-                1, 2 * self.mask.s * (self.h + self.e) * self.group // self.shared
+                1,
+                2
+                * (1 + self.halves)
+                * self.mask.s
+                * (self.h + self.e)
+                * self.group
+                // self.shared,
             ),
             programs=self.programs,
             work=tuple(

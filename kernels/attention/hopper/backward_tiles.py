@@ -16,11 +16,13 @@ from rewriter.kernels.attention.hopper import block_masks, pallas, panels
 from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
 from rewriter.kernels.attention.hopper.blocks import blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
+from rewriter.kernels.attention.hopper.dtypes import in_parts
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place
 from rewriter.kernels.attention.hopper.use import head_in_array
 from rewriter.kernels.attention.visibility import FAR, Range
 from rewriter.kernels.shared import warpgroups, work_stealing
+from rewriter.kernels.shared.halves import Halves
 
 if TYPE_CHECKING:
     from jax import Array
@@ -39,9 +41,11 @@ class Kernel(abc.ABC):
     stored."""
 
     def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
-        names = {x: f"{x}_rows" for x in (*self.fixed, *self.passing)}
+        arrays = (*self.fixed, *self.passing)
+        names = {x: f"{x}_rows" for x in (*arrays, *(["piece"] if p.halves else []))}
+        halves = arrays if p.halves else ()
         self.p, self.given = p, given
-        self.memory = panels.with_rows(memory, names, p.by_rows)
+        self.memory = panels.with_rows(memory, names, p.by_rows, halves)
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
         self.part = 0 if p.divided else self.warpgroup
 
@@ -52,12 +56,16 @@ class Kernel(abc.ABC):
         for name, width in zip((*cls.fixed, *cls.passing), (p.h, p.e) * 2, strict=True):
             stays = name in cls.fixed
             stages = p.values if name == cls.passing[1] else p.stages
-            shape = (p.parts, 64) if stays else (stages, p.block)
+            shape = (p.ahead * p.parts, 64) if stays else (stages, p.block)
+            shape = (2, *shape) if p.halves else shape
             deep = pallas.swizzle(width, p.block)  # alike in all operands of a product
             made[name] = p.tiles((*shape, width), dtype, deep)
+        if p.halves:
+            shape = (p.parts, 64, p.piece)
+            made["piece"] = p.tiles(shape, jnp.float32, 4 * p.piece)
         return made | {
-            "ready": pallas.barriers(p.warpgroups, cls.copies(p)),
-            "done": pallas.barriers(p.warpgroups),
+            "ready": pallas.barriers(p.ahead * p.warpgroups, cls.copies(p)),
+            "done": pallas.barriers(p.ahead * p.warpgroups),
             "first_ready": pallas.barriers(
                 p.stages, cls.copies_first(p) + p.terms.copies(p.parts)
             ),
@@ -97,12 +105,16 @@ class Kernel(abc.ABC):
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles."""
         order = self.p.order
-        of = lambda index, steps: body(Tile(self, order.place(index)), steps)
+        of = lambda index, steps, turn: body(
+            Tile(self, order.place(index), turn), steps
+        )
         pallas.over_tiles(order, self.given, self.memory, of, copies)
 
     def compute(self) -> None:
         """Computes this warpgroup's rows of every tile."""
-        plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+        for place in range(self.p.ahead):
+            slot = self.warpgroup + place * self.p.warpgroups
+            plgpu.barrier_arrive(self.memory["done"].at[slot])
         for slot in range(self.p.stages):
             plgpu.barrier_arrive(self.memory["free"].at[slot])
         self.over_tiles(self.compute_tile)
@@ -110,8 +122,8 @@ class Kernel(abc.ABC):
 
     def compute_tile(self, tile: Tile, step: Any) -> Any:
         """Computes and stores 64 rows; returns the blocks read so far."""
-        p, r, mine = self.p, tile.range, self.warpgroup
-        plgpu.barrier_wait(self.memory["ready"].at[mine])
+        p, r = self.p, tile.range
+        plgpu.barrier_wait(self.memory["ready"].at[tile.of(self.warpgroup)])
         tile.start = step
         loops = [(r.whole, r.part, Seen.ALL)]
         cut = p.mask.s % p.block or tile.length is not None
@@ -167,7 +179,7 @@ class Kernel(abc.ABC):
             # Blocks before what stays of a tile, as the forward copies them, made
             # dk and dv take 1.00 to 1.03 of the time on an H200.
             for w in range(p.warpgroups):
-                plgpu.barrier_wait(x["done"].at[w])
+                plgpu.barrier_wait(x["done"].at[tile.of(w)])
                 self.copy_tile(tile, w)
 
             def blocks(start: Any, end: Any, step: Any) -> Any:
@@ -329,13 +341,34 @@ class Kernel(abc.ABC):
         """Writes rows in place of a tile, and from there to the result."""
         joined = self.p.joined
         to = self.given["joined" if name in dict(joined) else output]
-        panels.put(self.memory[name].at[self.part], x.astype(to.dtype))
+        if self.p.halves:
+            self.put_in_pieces(x, name, to, tile)
+            return
+        mine = tile.of(self.part)
+        panels.put(self.memory[name].at[mine], x.astype(to.dtype))
         plgpu.commit_smem()
         head = head_in_array(joined, name, tile.head)
         at = (tile.b, pl.ds(tile.mine, 64), head)
-        rows = self.memory[f"{name}_rows"].at[self.part]
+        rows = self.memory[f"{name}_rows"].at[mine]
         for target, place in panels.parts(to, at, rows):
             plgpu.copy_smem_to_gmem(place, target)
+
+    def put_in_pieces(self, x: Array, name: str, to: Any, tile: Tile) -> None:
+        """Writes rows of float32 by some columns at a time; see `put`."""
+        place, rows = (self.memory[n].at[self.part] for n in ("piece", "piece_rows"))
+        head, columns = head_in_array(self.p.joined, name, tile.head), self.p.piece
+        for first in range(0, x.shape[1], columns):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            panels.put(place, x[:, first : first + columns])
+            plgpu.commit_smem()
+            at = (tile.b, pl.ds(tile.mine, 64), head, pl.ds(first, columns))
+            for target, source in panels.parts(to, at, rows):
+                plgpu.copy_smem_to_gmem(source, target)
+
+    def operand(self, x: Array) -> Any:
+        """Returns numbers in registers as tensor cores take them."""
+        made = in_parts(x, self.given["q"].dtype, 1 + self.p.halves)
+        return Halves(*made) if self.p.halves else made[0]
 
     def head(self, tile: Tile, step: Any, seen: Seen = Seen.SOME) -> Any:
         """Returns the query head of a step; those of rows without keys come last."""
@@ -376,8 +409,12 @@ def _without_rows(r: Range, some: Any) -> Range:
 class Tile:
     """The place of a tile of rows, and the blocks of columns that it meets."""
 
-    def __init__(self, kernel: Kernel, place: tuple[Any, Any]):
+    def __init__(self, kernel: Kernel, place: tuple[Any, Any], turn: Any = 0):
         p, (row, pair) = kernel.p, place
+        self.slot: Any = None
+        """Where its resident arrays are; None if there is one tile at a time."""
+        if p.ahead > 1:
+            self.slot = lax.rem(jnp.int32(turn), jnp.int32(p.ahead)) * p.warpgroups
         heads = jnp.int32(p.heads)
         self.first = row * p.rows
         self.b, self.head = lax.div(pair, heads), lax.rem(pair, heads)
@@ -409,3 +446,7 @@ class Tile:
             self.averaged = kernel.averaged(self, kernel.given["spans"])
         self.start: Any = 0
         """The number of blocks read before this tile."""
+
+    def of(self, warpgroup: Any) -> Any:
+        """Returns the place of a warpgroup's part among resident arrays."""
+        return warpgroup if self.slot is None else warpgroup + self.slot

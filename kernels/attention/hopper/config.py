@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.attention.hopper.dtypes import parts
+from rewriter.kernels.attention.hopper.dtypes import products
 from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
@@ -119,6 +119,8 @@ def default(spec: Spec, device: Device) -> Tiles:
     long = spec.shape("k")[1] >= (LONG_CAUSAL if hides else LONG)
     if max(h, e) <= 64 and extra.computed:
         best = Tiles(128, 2, 2)
+    elif max(h, e) <= 64 and _is_one_block(spec):
+        best = Tiles(-(-spec.shape("k")[1] // 32) * 32, 2, 2, turns=False, held=True)
     elif max(h, e) <= 64:
         best = Tiles(128, 4, 3, turns=False, held=left is not None or not hides)
     elif max(h, e) > 128:
@@ -131,7 +133,7 @@ def default(spec: Spec, device: Device) -> Tiles:
         held = hides and not extra.copied
         best = Tiles(128, 2, 2, turns=hides and not held, held=held)
     # Other widths of values and tables take more memory: 32 keys are few enough.
-    two = spec.param(PARAM) is not None  # which take more registers
+    two = _count(spec) > 1  # parts of weights, which take more registers
     fewer = replace(best, block_kv=min(best.block_kv, 128), warpgroups=2)
     tried = (best, *((fewer,) if two else ()))
     more = extra.copied or extra.slopes or extra.computed or two
@@ -140,6 +142,16 @@ def default(spec: Spec, device: Device) -> Tiles:
     tried = [_claiming(x, spec) for x in tried]
     made = next((x for x in tried if _fits(x, spec).ok), smallest)
     return replace(made, programs=processors(device))
+
+
+def _is_one_block(spec: Spec) -> bool:
+    """Whether one block of more than 128 keys holds all of them, and all are seen.
+
+    197 keys of heads of 64 then took 0.88 of the time of two blocks on an H200
+    (``tests/bench/results/hopper_float32_h200.json``).
+    """
+    more = extra_in(spec) != NONE or spec.param("softcap") or _count(spec) > 1
+    return not (sees_unevenly(spec) or more) and 128 < spec.shape("k")[1] <= ONE_BLOCK
 
 
 def _is_copied_by_rows(spec: Spec) -> bool:
@@ -164,6 +176,9 @@ def _of_wide_heads(h: int, e: int, spec: Spec) -> Tiles:
         return Tiles(64, 2, 3, turns=False)
     return Tiles(96, 2, 2, turns=False)
 
+
+ONE_BLOCK = 224
+"""Keys of the largest block that registers hold beside heads of 64."""
 
 SHORT = 1024
 """Keys up to which three warpgroups are faster for heads of 192."""
@@ -236,7 +251,14 @@ def _configs(spec: Spec) -> list[Tiles]:
     ]  # fmt: skip
 
 
-def shared_memory(config: Tiles, h: int, e: int, own: bool, extra: Extra = NONE) -> int:
+def shared_memory(
+    config: Tiles,
+    h: int,
+    e: int,
+    own: bool,
+    extra: Extra = NONE,
+    halves: bool = False,
+) -> int:
     """Returns bytes of shared memory for heads of width h and values of width e.
 
     Args:
@@ -245,9 +267,11 @@ def shared_memory(config: Tiles, h: int, e: int, own: bool, extra: Extra = NONE)
         e: Width of v.
         own: Whether the result has memory of its own instead of q's.
         extra: The operands of scores beside q and k.
+        halves: Whether q, k and v are float32, in two parts.
     """
-    q, out = config.rows * h, config.rows * e
-    blocks = config.stages * config.block_kv * (h + e)
+    times = 1 + halves
+    q, out = times * config.rows * h, config.rows * e
+    blocks = times * config.stages * config.block_kv * (h + e)
     tiles = 2 * (blocks + (q + out if own else max(q, out)))
     others = extra.nbytes(config.stages, config.rows, config.block_kv)
     others += KIB if config.claimed else 0
@@ -260,13 +284,15 @@ BARRIERS = KIB
 """Bytes for barriers and alignment, at most."""
 
 
-def result_has_memory(config: Tiles, h: int, e: int, extra: Extra = NONE) -> bool:
+def result_has_memory(
+    config: Tiles, h: int, e: int, extra: Extra = NONE, halves: bool = False
+) -> bool:
     """Returns whether shared memory holds the result beside the next tile's q.
 
     It must if they differ in width, since one warpgroup's rows would otherwise overlap
     another's.
     """
-    room = shared_memory(config, h, e, True, extra) <= SHARED_MEMORY
+    room = shared_memory(config, h, e, True, extra, halves) <= SHARED_MEMORY
     return h != e or (config.programs > 0 and room)
 
 
@@ -274,9 +300,9 @@ def registers(config: Tiles, e: int, count: int = 1) -> int:
     """Returns registers per lane for scores, weights and result.
 
     An accumulator of 64 rows has ``columns / 2`` registers of float32 per lane, each
-    part of weights in 16 bits half of that.
+    part of weights in 16 bits half of that. `count` is that of `dtypes.products`.
     """
-    return config.block_kv // 2 + count * config.block_kv // 4 + e // 2
+    return config.block_kv // 2 + min(count, 2) * config.block_kv // 4 + e // 2
 
 
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
@@ -286,7 +312,11 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
 
 
 def _fits(config: Tiles, spec: Spec) -> Verdict:
-    return fits_widths(config, *widths(spec), extra_in(spec), parts(spec.param(PARAM)))
+    return fits_widths(config, *widths(spec), extra_in(spec), _count(spec))
+
+
+def _count(spec: Spec) -> int:
+    return products(spec.param(PARAM), spec.dtype("q"))
 
 
 def first_fitting(h: int, e: int, extra: Extra = NONE, count: int = 1) -> Tiles:
@@ -296,7 +326,7 @@ def first_fitting(h: int, e: int, extra: Extra = NONE, count: int = 1) -> Tiles:
         h: The width of q and k.
         e: The width of v.
         extra: The operands of scores beside q and k.
-        count: The parts of a weight.
+        count: Products of 16 bits that make one; see `dtypes.products`.
 
     Example:
         >>> first_fitting(64, 64).block_kv, first_fitting(256, 256).block_kv
@@ -316,7 +346,7 @@ def fits_widths(
     if config.warpgroups not in REGISTERS:
         found.append(no("warpgroups", f"{config.warpgroups} warpgroups, not 2 or 3"))
         return all_of(*found)
-    size = shared_memory(config, h, e, h != e, extra)
+    size = shared_memory(config, h, e, h != e, extra, count > 2)
     if size > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))

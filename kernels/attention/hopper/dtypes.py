@@ -2,7 +2,8 @@
 
 Tensor cores multiply 16-bit floats, and add up in float32. So q, k and v are exact, and
 weights are rounded: that is what programs do, too, unless they multiply weights of
-float32 and keep the result in float32.
+float32 and keep the result in float32. Operands of float32 are taken as sums of two
+numbers of 16 bits; see `halves`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.weights import PARAM
-from rewriter.support.verdict import YES, Verdict, no
+from rewriter.kernels.attention.weights import PARAM, PRECISION
+from rewriter.kernels.shared.halves import reach
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
@@ -45,15 +47,44 @@ def takes_dtypes(spec: Spec) -> Verdict:
     return YES
 
 
-def parts(weights: str | None) -> int:
-    """Returns how many 16-bit floats add up to a weight.
+HALVED = "float32"
+"""The dtype of operands that are taken as sums of two numbers."""
 
-    One has the digits of v. Two are needed where the program's result shows more.
+
+def takes_halves(spec: Spec) -> Verdict:
+    """Returns whether a use is one of float32 in a precision that halves reach."""
+    kinds = {str(jnp.dtype(spec.dtype(name))) for name in "qkv"}
+    kinds.add(str(jnp.dtype(spec.param("out_dtype") or spec.dtype("q"))))
+    if kinds != {HALVED}:
+        every = ", ".join(sorted(kinds))
+        text = f"q, k, v and the result are {every}: with a q of float32, all must be"
+        return no("dtype", text)
+    return all_of(*(reach(spec.param(name)) for name in (PRECISION, PARAM)))
+
+
+def is_halved(dtype: Any) -> bool:
+    """Returns whether operands of a dtype are taken as sums of two numbers."""
+    return jnp.dtype(dtype) == HALVED
+
+
+def products(weights: str | None, dtype: Any = "bfloat16") -> int:
+    """Returns how many products of 16-bit floats make that of weights and v.
+
+    One has the digits of v. Two parts of a weight are needed where the program's result
+    shows more. Three are products of two parts each, without that of the small ones.
 
     Args:
         weights: The op's parameter.
+        dtype: That of q, k and v.
     """
+    if is_halved(dtype):
+        return 3
     return 1 if weights is None else 2
+
+
+def parts(weights: str | None, dtype: Any = "bfloat16") -> int:
+    """Returns how many 16-bit floats add up to a weight; see `products`."""
+    return min(2, products(weights, dtype))
 
 
 def in_parts(weights: Array, dtype: Any, count: int) -> tuple[Array, ...]:

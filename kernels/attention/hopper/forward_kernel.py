@@ -34,7 +34,7 @@ from rewriter.kernels.attention.hopper.config import (
     filled,
     result_has_memory,
 )
-from rewriter.kernels.attention.hopper.dtypes import parts
+from rewriter.kernels.attention.hopper.dtypes import is_halved, parts
 from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
@@ -42,6 +42,7 @@ from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
 from rewriter.kernels.attention.hopper.use import Use, head_in_array
 from rewriter.kernels.attention.visibility import least
 from rewriter.kernels.shared import warpgroups, work_stealing
+from rewriter.kernels.shared.halves import split
 
 if TYPE_CHECKING:
     from jax import Array
@@ -73,6 +74,8 @@ class _Problem:
     """Whether arrays are copied by rows; see `Use.by_rows`."""
     packed: tuple[tuple[str, Heads], ...]
     """The heads of operands in the arrays that are read."""
+    halves: bool = False
+    """Whether q, k and v are float32, in two parts."""
 
     @property
     def swizzles(self) -> dict[str, int]:
@@ -86,7 +89,7 @@ class _Problem:
         """The copies that bring a block of q, k and v each."""
         wide = {"q": self.h, "k": self.h, "v": self.e}
         return {
-            name: panels.copies(x, self.swizzles[name], self.by_rows)
+            name: panels.copies(x, self.swizzles[name], self.by_rows, self.halves)
             for name, x in wide.items()
         }
 
@@ -96,7 +99,8 @@ class _Problem:
 
     @property
     def result_has_memory(self) -> bool:
-        return result_has_memory(self.config, self.h, self.e, self.extra)
+        own = self.config, self.h, self.e, self.extra, self.halves
+        return result_has_memory(*own)
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -112,7 +116,7 @@ class _Problem:
 
     @functools.cached_property
     def order(self) -> Order:
-        both = 2 * self.mask.s * (self.h + self.e) // self.group
+        both = 2 * (1 + self.halves) * self.mask.s * (self.h + self.e) // self.group
         rows = self.config.rows
         return Order(
             pairs=self.b * self.n,
@@ -191,8 +195,8 @@ def _run(
     p = _Problem(
         b, n, use.k.shape[2], *widths, seen, use.scale, use.softcap, config,
         bool(saves), terms, extra_of(use.extra), saves == "split", swapped,
-        jnp.dtype(use.out_dtype or use.q.dtype), parts(use.weights),
-        use.by_rows(widths), use.heads,
+        jnp.dtype(use.out_dtype or use.q.dtype), parts(use.weights, use.q.dtype),
+        use.by_rows(widths), use.heads, is_halved(use.q.dtype),
     )  # fmt: skip
     made = _call(
         p, use.empty_rows in ZERO and seen.may_be_empty, _named(p, use, arrays)
@@ -204,6 +208,7 @@ def _named(p: _Problem, use: Use, extra: dict[str, Array]) -> dict[str, Array]:
     """The kernel's arrays by name. `extra` has those of operands beside q, k and v."""
     named = use.tensors()
     named |= {name: named[name].swapaxes(1, 2) for name in p.swapped}
+    named |= {name: split(named[name]) for name in "qkv"} if p.halves else {}
     named |= pallas.assigned_tiles(p.order) | use.numbers() | extra
     found = block_masks.table(
         p.b, *use.lengths, p.config.rows, p.config.block_kv, use.masks
@@ -221,13 +226,18 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
     config, wgs, stages = p.config, p.config.warpgroups, p.config.stages
     q, terms, swizzles, copies = named["q"], p.terms, p.swizzles, p.copies
     tiles = panels.panels if p.by_rows else pallas.tiles
-    out = [jax.ShapeDtypeStruct((p.b, p.mask.t, p.n, named["v"].shape[3]), p.out)]
-    q_tiles = tiles((wgs, 64, p.h), q.dtype, swizzles["q"])
+    out = [jax.ShapeDtypeStruct((p.b, p.mask.t, p.n, named["v"].shape[-1]), p.out)]
+    two = (2,) if p.halves else ()
+    q_tiles = tiles((*two, wgs, 64, p.h), q.dtype, swizzles["q"])
     # As many bytes in any dtype: those of q, where they share memory.
     o_tiles = tiles((wgs, 64, 2 * p.e // p.out.itemsize), p.out, swizzles["o"])
     scratch = {
-        "k_tiles": tiles((stages, config.block_kv, p.h), q.dtype, swizzles["k"]),
-        "v_tiles": tiles((stages, config.block_kv, p.e), q.dtype, swizzles["v"]),
+        f"{name}_tiles": tiles(
+            (*two, stages, config.block_kv, width), q.dtype, swizzles[name]
+        )
+        for name, width in (("k", p.h), ("v", p.e))
+    }
+    scratch |= {
         "q_ready": pallas.barriers(wgs, copies["q"]),
         "q_free": pallas.barriers(wgs),
         **{
@@ -278,7 +288,8 @@ class _Block:
             parts = (shared[:half], shared[half:]) if p.by_rows else shared
             memory["q_tiles"], memory["o_tiles"] = parts
         names = {f"{x}_tiles": f"{x}_rows" for x in "qkvo"}
-        self.named = panels.with_rows(memory, names, p.by_rows)
+        halves = [f"{x}_tiles" for x in "qkv"] if p.halves else []
+        self.named = panels.with_rows(memory, names, p.by_rows, halves)
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
 
     def run(self) -> None:
@@ -290,7 +301,7 @@ class _Block:
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles of rows."""
         order = self.p.order
-        of = lambda index, steps: body(Tile(self, order.place(index)), steps)
+        of = lambda index, steps, turn: body(Tile(self, order.place(index)), steps)
         pallas.over_tiles(order, self.given, self.named, of, copies)
 
     # ------------------------------------------------------------------ copying

@@ -21,6 +21,7 @@ from rewriter.kernels.attention.hopper.dtypes import in_parts
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place
 from rewriter.kernels.attention.visibility import Range
+from rewriter.kernels.shared.halves import Halves
 
 if TYPE_CHECKING:
     from jax import Array
@@ -190,8 +191,8 @@ class Tile:
 
     def multiply_values(self, result: Any, weights: Any, slot: Any) -> None:
         """Starts the product of weights, in their parts, with a block's values."""
-        for part in weights:
-            panels.add_rows(result, part, self.x["v_tiles"].at[slot])
+        both = weights[0] if len(weights) == 1 else Halves(*weights)
+        panels.add_rows(result, both, self.x["v_tiles"].at[slot])
 
     def rounded(self, weights: Array) -> tuple[Array, ...]:
         """Returns weights as tensor cores take them."""
@@ -232,7 +233,8 @@ class Tile:
             self.multiply_values(result, weights, before)
             if config.turns:
                 pallas.pass_turn(config.warpgroups)
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=len(weights))
+            later = len(weights) + self.p.halves  # products of weights and values
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=later)
             found = lax.optimization_barrier(found)
             found = self.seen_and_freed(found, i, slot, cut)
             found = self.weigh(found, top, total)

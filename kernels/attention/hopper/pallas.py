@@ -372,23 +372,24 @@ def over_tiles(
     body: Callable[[Any, Any], Any],
     copies: bool = False,
 ) -> None:
-    """Runs ``steps = body(index, steps)`` for the tiles that this block takes.
+    """Runs ``steps = body(index, steps, turn)`` for the tiles that this block takes.
 
     Args:
         order: The tiles.
         given: References to the arrays that `assigned_tiles` returned.
         memory: Holds `work_stealing.scratch` if tiles are claimed.
-        body: Takes an index of the order, and the number of steps so far.
+        body: Takes an index of the order, the number of steps so far, and that of
+            tiles.
         copies: Whether this is the warpgroup that copies.
     """
     program, steps, table = lax.axis_index(PROGRAM), jnp.int32(0), given.get("table")
     if order.claimed:
         line = work_stealing.Claims(memory, given["claims"], order.blocks, order.tiles)
-        line.over(lambda i, steps, index, _: body(index, steps), steps, copies)
+        line.over(lambda i, steps, index, _: body(index, steps, i), steps, copies)
     elif order.programs == 0:
-        body(program, steps)
+        body(program, steps, 0)
     elif table is None:
-        turn = lambda i, steps: body(i * order.blocks + program, steps)
+        turn = lambda i, steps: body(i * order.blocks + program, steps, i)
         lax.fori_loop(0, order.count(program), turn, steps)
     else:
         count, first = scalar(table, program, 0), scalar(table, program, 1)
@@ -396,7 +397,7 @@ def over_tiles(
         def listed(i: Any, carry: Any) -> Any:
             index, steps = carry
             after = scalar(table, program, i + 2)  # read while this one is computed
-            return after, body(index, steps)
+            return after, body(index, steps, i)
 
         lax.fori_loop(0, count, listed, (first, steps))
 

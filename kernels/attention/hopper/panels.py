@@ -11,7 +11,7 @@ Functions here take memory in either form: [rows, columns] in tiles, or panels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.shared import pallas_gpu
+from rewriter.kernels.shared.halves import Halves, pairs
 
 if TYPE_CHECKING:
     from jax import Array
@@ -43,23 +44,27 @@ def panels(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
     )
 
 
-def copies(wide: int, width: int, by_rows: bool) -> int:
+def copies(wide: int, width: int, by_rows: bool, halves: bool = False) -> int:
     """Returns the copies of an array of 16 bits: one for each panel.
 
     Args:
         wide: Columns of the array.
         width: Bytes of a row of a panel.
         by_rows: Whether it lies in panels.
+        halves: Whether it is float32, in two arrays of 16 bits.
 
     Example:
         >>> copies(192, 128, True), copies(192, 128, False)
         (3, 1)
     """
-    return 2 * wide // width if by_rows else 1
+    return (2 * wide // width if by_rows else 1) * (1 + halves)
 
 
 def with_rows(
-    memory: dict[str, Any], names: Mapping[str, str], two: bool
+    memory: dict[str, Any],
+    names: Mapping[str, str],
+    two: bool,
+    halves: Collection[str] = (),
 ) -> dict[str, Any]:
     """Returns memory with both views of some arrays by name.
 
@@ -68,12 +73,15 @@ def with_rows(
         names: Names of some of them, and for each the name of the view that is copied
             from and to.
         two: Whether they are of `panels`, and not of `tiles`, whose only view is both.
+        halves: Names of those that hold float32 in two parts, along the first axis.
     """
     made = dict(memory)
     for name, rows in names.items():
         if rows in memory:  # as a kernel's halves are given it
             continue
         views = tuple(memory[name]) if two else (memory[name],)
+        if name in halves:
+            views = tuple(Halves(view.at[0], view.at[1]) for view in views)
         made[name], made[rows] = views[0], views[-1]
     return made
 
@@ -83,14 +91,15 @@ def add_scores(total: Any, left: Any, right: Any) -> None:
 
     Args:
         total: An accumulator [64, n].
-        left: Memory of [64, h].
-        right: Memory of [n, h].
+        left: Memory of [64, h], or of its halves.
+        right: Memory of [n, h], or of its halves.
     """
-    if len(right.shape) == 2:
-        plgpu.wgmma(total, left, right.transpose((1, 0)))
-        return
-    for i in range(right.shape[0]):
-        plgpu.wgmma(total, left.at[i], right.at[i].transpose((1, 0)))
+    for one, other in pairs(left, right):
+        if len(other.shape) == 2:
+            plgpu.wgmma(total, one, other.transpose((1, 0)))
+            continue
+        for i in range(other.shape[0]):
+            plgpu.wgmma(total, one.at[i], other.at[i].transpose((1, 0)))
 
 
 class Total:
@@ -150,14 +159,15 @@ def add_rows(total: Any, left: Any, right: Any, turned: bool = False) -> None:
 
     Args:
         total: One of the accumulators of `run_scoped`, [m, n].
-        left: [m, k] of 16 bits, in registers or in tiles.
-        right: Memory of [k, n].
+        left: [m, k] of 16 bits, in registers or in tiles, or its halves.
+        right: Memory of [k, n], or of its halves.
         turned: Whether `left` is [k, m], in tiles.
     """
-    if isinstance(total, Total):
-        total.add(left, right, turned)
-        return
-    plgpu.wgmma(total, left.transpose((1, 0)) if turned else left, right)
+    for one, other in pairs(left, right):
+        if isinstance(total, Total):
+            total.add(one, other, turned)
+        else:
+            plgpu.wgmma(total, one.transpose((1, 0)) if turned else one, other)
 
 
 def put(place: Any, value: Array) -> None:
@@ -180,8 +190,13 @@ def parts(array: Any, at: tuple[Any, ...], place: Any) -> Iterator[tuple[Any, An
         array: Global memory [..., columns].
         at: Where the rows are, of all axes but the last; and of the last if memory
             holds only some of the columns.
-        place: Memory of [rows, columns] in the view of copies.
+        place: Memory of [rows, columns] in the view of copies, or of its halves. The
+            array then has both along its first axis, which `at` leaves out.
     """
+    if isinstance(place, Halves):
+        for i, half in enumerate((place.high, place.low)):
+            yield from parts(array, (i, *at), half)
+        return
     if len(place.shape) == 2:
         yield array.at[at], place
         return

@@ -22,6 +22,7 @@ from rewriter.kernels.attention.hopper.backward_config import (
     fits_backward_widths,
 )
 from rewriter.kernels.attention.hopper.config import filled_backward
+from rewriter.kernels.attention.hopper.dtypes import takes_dtypes
 from rewriter.kernels.attention.hopper.extra_operands import extra_of
 from rewriter.kernels.attention.hopper.functions import Function, function_of
 from rewriter.kernels.attention.hopper.hoisting import hoisted
@@ -65,7 +66,7 @@ def supports(spec: Spec) -> Verdict:
     """Returns whether it supports a use: that of attention, and a known function."""
     if spec.symbolic:
         return no("symbolic", "the Hopper kernel needs known sizes")
-    verdict = hopper.supports(as_attention(spec))
+    verdict = all_of(takes_dtypes(spec), hopper.supports(as_attention(spec)))
     if spec.has("bias"):
         verdict = all_of(verdict, no("bias", "a bias is added behind the function"))
     if spec.param("empty_rows") in PASSES:

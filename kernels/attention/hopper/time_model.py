@@ -28,7 +28,7 @@ from rewriter.kernels.attention.hopper.config import (
     filled_backward,
     sees_unevenly,
 )
-from rewriter.kernels.attention.hopper.dtypes import parts
+from rewriter.kernels.attention.hopper.dtypes import is_halved, products
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import processors
 from rewriter.ops.device import Device
@@ -116,7 +116,7 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
     )  # fmt: skip
     made = max(made, least(spec, device, passes))
     made *= CAPPED if spec.param("softcap") is not None else 1.0
-    made += copies(device, _made_wider(spec, both))
+    made += copies(device, _made_wider(spec, both) + _made_halves(spec, both))
     return _with_gradients(spec, device, made) if both else made
 
 
@@ -125,15 +125,17 @@ def _work(spec: Spec, both: bool) -> float:
     (_, t, _, h), s, passes = spec.shape("q"), spec.shape("k")[1], "forward_and_vjp"
     tiles = _whole(t, TILE) * _whole(s, BLOCK)
     forward = _flops(spec, "forward", filled) * tiles
-    if parts(spec.param(PARAM)) > 1:  # v is multiplied twice in the forward
+    count = products(spec.param(PARAM), spec.dtype("q"))
+    if count == 2:  # v is multiplied twice in the forward
         forward += _flops(spec, "forward", filled) / 2
+    times = count if count > 2 else 1  # all products are as many
     if not both:
-        return forward
+        return times * forward
     backward = _flops(spec, passes, filled_backward)
     backward -= _flops(spec, "forward", filled_backward)
     wide = filled_backward(h)
     slower = share(passes, filled(h)) / share(passes, wide)
-    return forward + backward * tiles * slower
+    return times * (forward + backward * tiles * slower)
 
 
 def _whole(length: int, tile: int) -> float:
@@ -166,6 +168,15 @@ def _made_wider(spec: Spec, both: bool) -> float:
     numbers = times * (queries + keys) * wide
     numbers += (times * keys + results * queries) * wide_values
     return float(item(spec, "q") * numbers)
+
+
+def _made_halves(spec: Spec, both: bool) -> float:
+    """Returns bytes read and written to split float32 numbers; see `halves`."""
+    if not is_halved(spec.dtype("q")):
+        return 0.0
+    split = [math.prod(spec.shape(name)) for name in "qkv"]
+    (b, t, n, _), e = spec.shape("q"), spec.shape("v")[3]
+    return 8.0 * (sum(split) + (b * t * n * e if both else 0))
 
 
 def _with_gradients(spec: Spec, device: Device, own: float) -> float:

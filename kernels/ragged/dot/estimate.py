@@ -12,6 +12,12 @@ m, k, n, g               XLA           loop          tiles         hopper   (mod
 32768 2048 1536 128     33.0  32.3     3.1  3.1      1.9  2.0      0.4  0.4  ms)
 8192 4096 14336 8        9.6  8.4      2.6  2.5      5.5  5.0      1.3  1.3
 256 2048 1536 128        0.3  0.3      2.6  1.2      1.0  1.0      0.2  0.2
+
+In float32, by ``hopper_float32_h200.json``:
+
+4097 1408 2048 64        3.8  3.8      1.5  1.4      1.2  0.9      0.8  0.8
+8192 4096 4096 16        11   10       3.1  3.3      4.1  3.2      2.1  2.0
+256 2048 1536 128                                                  1.6  1.4
 """
 
 from __future__ import annotations
@@ -28,8 +34,8 @@ from rewriter.support.verdict import YES, Verdict, no
 DENSE = 0.95
 """The share of the peak of large products."""
 
-LOOPED = 0.48
-"""The share of the peak of products of some hundred rows."""
+LOOPED, LOOPED_WIDE = 0.48, 0.24
+"""The share of the peak of products of some hundred rows, in 16 bits and in float32."""
 
 STEP_S = 20e-6
 """Seconds of a group's turn in a loop."""
@@ -42,6 +48,9 @@ TILE = 256
 
 SPARE = 96
 """Empty rows of a group's last tile on Hopper, and the cost of a tile, in rows."""
+
+HALVED = 10
+"""Bytes read and written to split a float32 number: 4 and 6. The kernel reads 6."""
 
 PRODUCTS = {"forward": 1.0, "vjp": 2.0, "forward_and_vjp": 3.0}
 """The number of products of the forward's size."""
@@ -61,19 +70,32 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     copied = times * 3 * tiles * k * n * size  # read, written, read
     filled = tiles * TILE / max(m, 1)
     xla = seconds(device, groups * flops, 0.0, compute=DENSE, item=size, launches=0)
-    loop = seconds(device, flops, 0.0, compute=LOOPED, item=size, launches=0)
+    looped = LOOPED_WIDE if size == 4 and device.platform == "cuda" else LOOPED
+    loop = seconds(device, flops, 0.0, compute=looped, item=size, launches=0)
     tiled = seconds(
         device, filled * flops, copied, compute=DENSE, memory=COPIED, item=size,
         launches=0,
     )  # fmt: skip
     loop += times * groups * STEP_S
     active = groups * -math.expm1(-m / groups) if groups else 0.0  # with rows
-    moved = times * size * (active * k * n + m * (k + n))
+    read = 6 if size == 4 else size  # halves, one of them twice
+    moved = times * (read * (active * k * n + m * k) + size * m * n)
     padded = flops * (1 + min(m, groups) * SPARE / max(m, 1))
+    split = 0.0
+    if halved := str(spec.dtype("lhs")) == "float32":
+        padded *= 3
+        split = times * (groups * k * n + m * k) * HALVED
     own = max(
-        seconds(device, padded, 0.0, compute=DENSE, item=size, launches=3 * times),
+        seconds(
+            device,
+            padded,
+            0.0,
+            compute=DENSE,
+            item=2 if halved else size,
+            launches=3 * times,
+        ),
         seconds(device, 0.0, moved, launches=3 * times),
-    )
+    ) + seconds(device, 0.0, split, memory=COPIED, launches=0)
     made = {"xla": xla, "memory_bounded": loop, "tiled": tiled, "hopper": own}
     return made | of_tpu(spec, device, passes) if device.platform == "tpu" else made
 

@@ -47,7 +47,7 @@ def spec(
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (spec(jnp.float32), "16-bit float, not float32"),
+        (spec(jnp.float64), "16-bit float, not float"),
         (spec(more=("dropout",)), "does not take dropout"),
         (spec(more=("dropout", "scale_factor")), "does not take dropout, scale_factor"),
         (spec(more=("prefix",), window=(9, 0)), "where windows have no left end"),

@@ -37,6 +37,10 @@ SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles
     "odd": (
         (1, 203, 181, 2, 2, 64, 64), {}, Tiles(64, 2, 2, 3), BackwardTiles(programs=2),
     ),
+    "one block, rows ahead": (
+        (2, 197, 197, 2, 2, 32, 32), {}, Tiles(224, 2, 2, 3, False, held=True),
+        BackwardTiles(128, 128, programs=2, ahead=2),
+    ),
     "one row": ((2, 1, 200, 2, 2, 32, 32), {}, Tiles(128, programs=3), BackwardTiles()),
     "grouped, three warpgroups": (
         (1, 257, 200, 4, 2, 32, 32), {}, Tiles(64, 3, 3, 2), BackwardTiles(64, 64, 3, 3, 2),

@@ -158,8 +158,11 @@ def operands(
     }
 
 
-def spec(mode: str = "forward", out: str | None = None, **more: Any) -> Any:
-    return spec_of(OP, operands(mode=mode, **more), {"mode": mode, "out_dtype": out})
+def spec(
+    mode: str = "forward", out: str | None = None, precision: Any = None, **more: Any
+) -> Any:
+    params = {"mode": mode, "out_dtype": out, "precision": precision}
+    return spec_of(OP, operands(mode=mode, **more), params)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -178,6 +181,15 @@ def test_supports(mode: str) -> None:
         verdict = hopper.supports(given)
         assert why in "; ".join(r.text for r in verdict.reasons)
         assert not verdict.ok
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_it_takes_of_float32(mode: str) -> None:
+    of = lambda **more: KERNEL.supports(spec(mode, dtype=jnp.float32, **more))
+    assert of().ok
+    assert of(precision="high").ok
+    assert "precision highest" in str(of(precision="highest"))
+    assert "rhs bfloat16" in str(of(right=jnp.bfloat16))
 
 
 def test_other_gpus_are_refused() -> None:
@@ -413,6 +425,17 @@ def test_simulated(case: str, tiles: Tiles, mode: str) -> None:
     with simulator.simulated_ragged_dot():
         got = KERNEL.forward(**given, mode=mode, config=few)
     close(got, want, "bfloat16")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_is_multiplied_in_halves(mode: str) -> None:
+    """16 of 24 digits are kept, in the rows of every group and of none."""
+    given, _ = make([70, 0, 30], 110, 128, 64, mode, "float32")
+    want = exact(*given.values(), mode)
+    with simulator.simulated_ragged_dot():
+        got = KERNEL.forward(**given, mode=mode, config=Tiles(programs=2))
+    assert got.dtype == np.float32
+    assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("mode", ["forward", "contracting"])

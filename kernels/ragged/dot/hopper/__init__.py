@@ -7,7 +7,11 @@ they are first traced.
 from __future__ import annotations
 
 import functools
+import operator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import tiled, xla
 from rewriter.kernels.ragged.dot.estimate import estimate
@@ -19,6 +23,8 @@ from rewriter.kernels.ragged.dot.memory import temporary
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
+from rewriter.kernels.shared import halves
+from rewriter.kernels.shared.halves import Halves
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
@@ -37,13 +43,26 @@ MOST = 1 << 30
 
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernels support a use: 16 bits, k and n multiples of 64."""
+    return _supports(spec, ("bfloat16", "float16"))
+
+
+def supports_halves(spec: Spec) -> Verdict:
+    """Returns the same, and takes float32 at a precision that halves reach."""
+    wide = "float32" in (spec.dtype("lhs"), spec.dtype("rhs"))
+    verdict = halves.reach(spec.param("precision")) if wide else YES
+    if not verdict.ok:
+        return verdict
+    return _supports(spec, ("bfloat16", "float16", "float32"))
+
+
+def _supports(spec: Spec, dtypes: tuple[str, ...]) -> Verdict:
     base = known_sizes(spec, xla.supports)
     if not base.ok:
         return base
     found = [YES]
     left, right = spec.dtype("lhs"), spec.dtype("rhs")
-    if left not in ("bfloat16", "float16") or left != right:
-        text = f"lhs is {left} and rhs {right}, not both bfloat16 or both float16"
+    if left not in dtypes or left != right:
+        text = f"lhs is {left} and rhs {right}, not both {' or both '.join(dtypes)}"
         found.append(no("dtype", text))
     out = spec.param("out_dtype") or left
     if out not in (left, "float32"):
@@ -72,10 +91,30 @@ def _product(use: Use, config: Tiles | None) -> Array:
     from rewriter.kernels.ragged.dot.hopper.by_groups import product_of_groups
     from rewriter.kernels.ragged.dot.hopper.by_rows import rows_times_matrices
 
+    if use.lhs.dtype == jnp.float32:
+        return _product_of_halves(use, config)
     given, tiles = (use.lhs, use.rhs, use.group_sizes), config or Tiles()
     if use.contracting:
         return product_of_groups(*given, use.dtype, tiles)
     return rows_times_matrices(*given, use.transposed, use.dtype, tiles)
+
+
+def _product_of_halves(use: Use, config: Tiles | None) -> Array:
+    """The result for float32 operands, by three products of their halves.
+
+    Halves lie one after another along the summed axis, so that one product adds up all
+    three. If rows are summed, groups would be cut apart: those are three products.
+    """
+    use = replace(use, out_dtype=use.out_dtype or "float32")
+    left, right = (Halves(*halves.split(x)) for x in (use.lhs, use.rhs))
+    pairs = list(halves.pairs(left, right))
+    if use.contracting:
+        of = [_product(replace(use, lhs=x, rhs=y), config) for x, y in pairs]
+        return functools.reduce(operator.add, of)
+    axis = 2 if use.transposed else 1
+    lhs = jnp.concatenate([x for x, _ in pairs], 1)
+    rhs = jnp.concatenate([y for _, y in pairs], axis)
+    return _product(replace(use, lhs=lhs, rhs=rhs), config)
 
 
 forward = functools.partial(forward_of, _product)
@@ -105,7 +144,7 @@ SPACE = Space(Tiles, default, configs, fits)
 
 KERNEL = anywhere(
     HOPPER.kernel(
-        "ragged_dot", forward, backward, supports,
+        "ragged_dot", forward, backward, supports_halves,
         Speed(by_estimate, by_rule=False, estimate=estimate, temporary=temporary),
         SPACE, SPACE,
     )
