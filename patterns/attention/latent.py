@@ -54,9 +54,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         yield from readings(find, anchor, NAME, read.propose, latent)
 
 
-def _are_weights(
-    find: Finder, anchor: Node, value: int, scores: Set[int]
-) -> bool:
+def _are_weights(find: Finder, anchor: Node, value: int, scores: Set[int]) -> bool:
     """Whether a value is made of products by the exponential alone.
 
     A gradient's is not: it also holds the product of the cotangent and the values.

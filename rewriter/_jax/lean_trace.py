@@ -19,6 +19,7 @@ from jax._src.interpreters.partial_eval import (
     DynamicJaxprTrace,
     TracebackScope,
     const_fold_rules,
+    forwarding_rules,
 )
 
 FLOATS = frozenset(map(np.dtype, ("float16", "float32", "float64", jnp.bfloat16)))
@@ -45,6 +46,8 @@ class LeanTrace(DynamicJaxprTrace):
             and jax.sharding.get_abstract_mesh().empty
         ):
             aval = result_type(primitive.name, [t.aval for t in tracers], params)
+        if primitive in forwarding_rules and tracers[:1] and aval == tracers[0].aval:
+            aval = None  # perhaps no equation is needed
         if aval is None:
             rule = super().default_process_primitive
             return rule(primitive, tracers, params, source_info)
