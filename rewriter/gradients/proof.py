@@ -135,8 +135,11 @@ def _candidates(
     ).union(factors or ())
     reached = below(graph, cotangent)
     moving = linear(graph, reached, stops)
-    cones = _cones(graph, match, reached, stops, moving)
-    joined = shares(graph, reached, moving, stops)
+    others = _constants_of_others(graph, match)
+    known = Cones(graph, stops, others)
+    cones = _cones(graph, match, reached, known, moving)
+    pure = Cones(graph, stops) if others else known
+    joined = shares(graph, reached, moving, pure)
     if joined is not None:
         stops |= joined.foreign
     return _Candidates(reached, stops, cones, joined)
@@ -195,7 +198,7 @@ def _cones(
     graph: Graph,
     match: Match,
     reached: Sequence[int],
-    stops: frozenset[int],
+    cones: Cones,
     moving: Set[int],
 ) -> dict[int, frozenset[int]]:
     """The cones of values with a leaf's shape that depend only on the stops.
@@ -205,11 +208,10 @@ def _cones(
     over are such arrays. Behind them are the gradients of earlier layers.
     """
     shapes = {graph.shape(v) for _, v in match.leaves}
-    cones = Cones(graph, stops, _constants_of_others(graph, match))
     found = {
         v: cones.of(v)
         for v in reached
-        if v in moving and v not in stops and graph.shape(v) in shapes
+        if v in moving and v not in cones.stops and graph.shape(v) in shapes
     }
     return {v: inside for v, inside in found.items() if inside is not None}
 
