@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rewriter.algebra.canonicalize import (
@@ -64,10 +64,24 @@ class Member:
     Attributes:
         form: The value.
         over: The indices.
+        made_of: The value is one of these, where it is a maximum.
     """
 
     form: Poly
     over: frozenset[int] = frozenset()
+    made_of: tuple[Member, ...] | None = field(default=None, compare=False)
+
+    def changed(
+        self,
+        of: Callable[[Poly], Poly] = lambda form: form,
+        *,
+        over: Iterable[int] = (),
+    ) -> Member:
+        """Returns the member with other forms, at more indices."""
+        inner = self.made_of
+        if inner is not None:
+            inner = tuple(m.changed(of, over=over) for m in inner)
+        return Member(of(self.form), self.over.union(over), inner)
 
 
 @dataclass(frozen=True)
@@ -77,10 +91,22 @@ class Largest:
     Attributes:
         above: It is not below any of these.
         among: It is one of these.
+        elementwise: Whether no maximum is taken over keys, or over blocks of them.
     """
 
     above: tuple[Member, ...]
     among: tuple[Member, ...]
+    elementwise: bool = True
+
+    def changed(
+        self,
+        of: Callable[[Poly], Poly] = lambda form: form,
+        *,
+        over: Iterable[int] = (),
+    ) -> Largest:
+        """Returns what is known of a value that is changed as these are."""
+        change = lambda members: tuple(m.changed(of, over=over) for m in members)
+        return replace(self, above=change(self.above), among=change(self.among))
 
 
 @dataclass(frozen=True)
@@ -108,7 +134,8 @@ def shifted_by_maximum(row: Row, form: Poly) -> Shifted | None:
         if _is_sink(row, base):
             return Shifted(base)
         try:
-            found = _largest(row, shift)
+            with row.ev.proving():
+                found = _largest(row, shift)
         except NeedSplit:  # of pieces that are not taken apart
             continue
         among = _beside(row, shift, base)
@@ -118,26 +145,30 @@ def shifted_by_maximum(row: Row, form: Poly) -> Shifted | None:
             parts = _parts_of(row, base, found.above)
             if not parts:
                 continue
-            others = (m for m in found.among if m not in parts)
-            among = (*others, Member(base, alg.ids(base) - row.ev.outer))
+            among = (
+                *_without(found.among, parts),
+                Member(base, alg.ids(base) - row.ev.outer),
+            )
         rest = shifted_by_maximum(row, base)  # it may be subtracted twice
         if rest is None:
             return Shifted(base, among)
         more = alg.difference(rest.base, base)
-        among = tuple(Member(alg.add(m.form, more), m.over) for m in among)
+        among = tuple(
+            m.changed(lambda form, more=more: alg.add(form, more)) for m in among
+        )
         return Shifted(rest.base, among + rest.among)
     return None
 
 
 def is_reached(row: Row, member: Member, bases: Iterable[Poly]) -> bool:
-    """Whether a row's sum counts what a maximum may be.
+    """Whether a row's sum counts what a maximum may be, or all that it is made of.
 
     Args:
         row: The row.
         member: What the maximum may be.
         bases: What is exponentiated, without what is subtracted.
     """
-    alg, form = row.alg, member.form
+    alg, form, bases = row.alg, member.form, list(bases)
     constant = alg.as_constant(form)
     if constant is not None and constant <= -FAR:
         return True
@@ -149,7 +180,10 @@ def is_reached(row: Row, member: Member, bases: Iterable[Poly]) -> bool:
             return True
         if not alg.difference(form, alg.log(_summed(row, base))):
             return True
-    return _is_sink(row, form)
+    if _is_sink(row, form):
+        return True
+    inner = member.made_of
+    return inner is not None and all(is_reached(row, m, bases) for m in inner)
 
 
 def vanishes(ev: Evaluator, exponential: Node) -> bool:
@@ -225,28 +259,29 @@ def _largest(row: Row, form: Poly, seen: frozenset[int] = frozenset()) -> Larges
 
 def _times(alg: Algebra, found: Largest, factor: Poly) -> Largest:
     """A value times a positive factor."""
-    times = lambda m: Member(alg.mul(m.form, factor), m.over)
-    return Largest(*(tuple(map(times, x)) for x in _parts(found)))
-
-
-def _parts(found: Largest) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
-    return found.above, found.among
+    return found.changed(lambda form: alg.mul(form, factor))
 
 
 def _both(a: Largest, b: Largest) -> Largest:
     """The larger of two values."""
-    return Largest(a.above + b.above, a.among + b.among)
+    elementwise = a.elementwise and b.elementwise
+    return Largest(a.above + b.above, a.among + b.among, elementwise)
 
 
 def _named(form: Poly, found: Largest) -> Largest:
-    """The same, and that a value is not below itself."""
-    return Largest((Member(form), *found.above), found.among)
+    """The same of a value that has a form: it is not below itself.
+
+    A function of single scores, such as a rectifier, may be what a row exponentiates.
+    """
+    itself = (Member(form, made_of=found.among),)
+    among = itself if found.elementwise else found.among
+    return Largest((Member(form), *found.above), among, found.elementwise)
 
 
 def _either(a: Largest, b: Largest) -> Largest:
     """One of two values."""
     common = tuple(m for m in a.above if m in b.above)
-    return Largest(common, a.among + b.among)
+    return Largest(common, a.among + b.among, a.elementwise and b.elementwise)
 
 
 def _of_leaf(row: Row, atom: int, seen: frozenset[int]) -> Largest:
@@ -256,13 +291,14 @@ def _of_leaf(row: Row, atom: int, seen: frozenset[int]) -> Largest:
     own = args[: len(ev.g.shape(value))]
     itself = alg.of_atom(atom)
     if atom in seen:
-        return _named(itself, Largest((), ()))
+        return _named(itself, Largest((), (), elementwise=False))
     seen |= {atom}
     node = ev.g.node_of(value)
     go_on = lambda v: _largest(row, ev.poly(v, ev.aligned(v, own)), seen)
     if node is None:
         loop, k = ev.loops.carries[value]
         found = _either(go_on(loop.first[k]), go_on(loop.after[k]))
+        found = replace(found, elementwise=False)
     elif node.prim in SAME or node.prim == "pmax":
         found = go_on(node.ins[node.outs.index(value)])  # of equal parts of all devices
     elif node.prim in LAYOUT_PRIMITIVES:
@@ -281,7 +317,7 @@ def _of_leaf(row: Row, atom: int, seen: frozenset[int]) -> Largest:
         for arm in arms[1:]:
             found = _either(found, go_on(arm))
     else:
-        return _named(itself, Largest((), (Member(itself),)))
+        return Largest((Member(itself),), (Member(itself),))
     return _named(itself, found)
 
 
@@ -321,11 +357,19 @@ def _over_positions(
 
 def _over(found: Largest, over: frozenset[int]) -> Largest:
     """The maximum of a value over some indices."""
-    wider = lambda m: Member(m.form, m.over | over)
-    return Largest(*(tuple(map(wider, x)) for x in _parts(found)))
+    return replace(found.changed(over=over), elementwise=False)
 
 
 # ------------------------------------------------------------------------- equality
+def _without(members: Iterable[Member], parts: list[Member]) -> tuple[Member, ...]:
+    """Members, and what they are made of, without some."""
+    return tuple(
+        m if m.made_of is None else replace(m, made_of=_without(m.made_of, parts))
+        for m in members
+        if m not in parts
+    )
+
+
 def _covers(alg: Algebra, member: Member, form: Poly) -> bool:
     """Whether a form is a member at some position."""
     over = sorted(member.over & alg.ids(member.form))

@@ -182,8 +182,8 @@ def forward(
         config: The tiles; their columns are those of both branches.
         **joining: How `combine` joins the branches.
     """
-    from rewriter.kernels.ragged.dot.hopper import widen
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
+    from rewriter.kernels.ragged.dot.hopper.widen import side
 
     del precision
     how = steps_of(widen, w_gate_scale, w_gate_zero, x.dtype.name, w_gate.dtype.name)
@@ -205,7 +205,7 @@ def forward(
     (out,) = combined(
         NAME, x.reshape(rows, -1), branches, f, None, [join],
         jnp.dtype(out_dtype or x.dtype), config or Tiles(),
-        matrices=functools.partial(widen.side, steps=steps),
+        matrices=functools.partial(side, steps=steps),
     )  # fmt: skip
     out = out.reshape(*x.shape[:-1], f)
     return (out, ()) if residuals else out

@@ -121,6 +121,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.fills: set[float] = set()
         self.notes: set[str] = set()
         self.unproved: dict[str, str] = {}
+        self.assumes = True
         self.given: dict[int, Callable[[tuple[Index, ...]], Any]] = {}
         self.leaf_values: set[int] = set()
         self.visits = 0
@@ -187,9 +188,15 @@ class Evaluator(Layout, LoopForms, Constants):
         return self.core is not None and not self.core(value)
 
     def assume(self, name: str, text: str) -> None:
-        """Notes an assumption, and whether the user allows it."""
+        """Notes an assumption, and whether the user allows it.
+
+        Raises:
+            OverBudget: If it is not allowed, within `proving`.
+        """
         if name in self.assumed:
             self.notes.add(text)
+        elif not self.assumes:
+            raise OverBudget(text)
         else:
             self.unproved.setdefault(name, text)
 

@@ -368,6 +368,18 @@ class LoopForms(ReturningLoops):
         finally:
             self.memo = held if before == self.loops.outdated else {}
 
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[None]:
+        """Within it, a value whose form would rest on an assumption stays opaque."""
+        held = dict(self.memo)
+        with self.other_memo():
+            self.memo.update(held)
+            self.assumes = False
+            try:
+                yield
+            finally:
+                self.assumes = True
+
     def _carried(self, loop: Loop, k: int, args: Any) -> Poly:
         """A carry after the last step; see the module's docstring."""
         if loop.after[k] == loop.before[k]:
