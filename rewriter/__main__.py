@@ -22,6 +22,7 @@ from rewriter.ops.registry import registry
 from rewriter.patterns.index import PATTERNS
 from rewriter.reports.difference import difference
 from rewriter.reports.report import ASCII
+from rewriter.support.installed import require_package
 from rewriter.support.requirement import requirements
 from rewriter.tools import targets
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # ----------------------------------------------------------------- commands
 def _demo(args: argparse.Namespace) -> int:
+    require_package("flax", "demo")
     from rewriter.tools import demo
 
     fn, values = demo.build(demo.SMALL if args.small else demo.Size())
@@ -225,7 +227,7 @@ def _bench_ops(args: argparse.Namespace) -> int:
 
     _none_of(args, OF_FUNCTION, "without a function", "Name it: bench module:function")
     if args.plot:
-        roofline.need_matplotlib()
+        require_package("matplotlib", "plot")
     on = device.attached()
     shapes = args.shapes or ("small" if on.platform == "cpu" else "targets")
     names = _listed(args.op) or list(registry().ops())
@@ -389,6 +391,8 @@ def _requirement(text: str) -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rewriter", description=__doc__)
+    version = f"rewriter {rewriter.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = _command(commands, "demo", _demo, "a real transformer, before and after")
     demo.add_argument("--out", default="rewriter_demo", help="folder for the artifact")

@@ -130,7 +130,7 @@ def caller() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
-            return _line(frame.f_code.co_filename, frame.f_lineno)
+            return line_of_file(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
 
@@ -154,13 +154,27 @@ def is_users_own(filename: str) -> bool:
     return _is_users(filename) and not any(p in filename for p in _PACKAGES)
 
 
+def line_of_file(filename: str, line: int) -> str:
+    """Returns a line as reports and errors name it: that of a notebook has its cell.
+
+    Example:
+        >>> line_of_file("/home/me/train.py", 12)
+        'train.py:12'
+    """
+    name = filename.replace("\\", "/").rsplit("/", 1)[-1]
+    return f"{_cell(filename) or name}:{line}"
+
+
 def _line_of(tb: TracebackType) -> str:
     name = tb.tb_frame.f_code.co_filename
-    return _line(name, tb.tb_lineno) if _is_users(name) else ""
+    return line_of_file(name, tb.tb_lineno) if _is_users(name) else ""
 
 
-def _line(filename: str, line: int) -> str:
-    return f"{os.path.basename(filename)}:{line}"
+def _cell(filename: str) -> str:
+    """What IPython calls the cell that a file holds: ``In[4]``; ``""`` without one."""
+    shell = "IPython" in sys.modules and sys.modules["IPython"].get_ipython()
+    name = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    return ((name and name(filename)) or ("", ""))[1]
 
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep

@@ -25,7 +25,7 @@ from tests.bench import tables
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = hooks.pages()
-WITH_CODE = [p for p in PAGES if "```python" in (ROOT / p).read_text()]
+WITH_CODE = [p for p in PAGES if p.endswith(".md") and "```python" in hooks.text(p)]
 WORDS = 30
 """How many words a sentence has at most."""
 PYTORCH = ("rewriter.torch", "rewriter.torch_modules.")
@@ -112,14 +112,14 @@ def test_readme_begins_with_two_commands():
 
 def anchors(page: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    heads = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), flags=re.M)
+    heads = re.findall(r"^#+ (.*)$", hooks.text(page), flags=re.M)
     lower = [re.sub(r"[^\w\- ]", "", h.replace("`", "").lower()) for h in heads]
     return {h.replace(" ", "-") for h in lower}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.S | re.M)
+    text = re.sub(r"^```.*?^```", "", hooks.text(page), flags=re.S | re.M)
     for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
         if "://" in link:
             continue
@@ -131,19 +131,20 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_in_the_site():
     listed = (ROOT / "mkdocs.yml").read_text()
-    assert [
-        p for p in PAGES if not re.search(rf"[-:] {re.escape(p)}$", listed, re.M)
-    ] == []
+    names = map(re.escape, map(hooks.in_site, PAGES))
+    assert [p for p in names if not re.search(rf"[-:] {p}$", listed, re.M)] == []
 
 
 def test_site_builds(tmp_path):
-    for name in ("mkdocs", "material"):
+    for name in ("mkdocs", "material", "nbclient", "ipykernel"):
         pytest.importorskip(name, reason="the extra docs is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q"]
     command += ["-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "docs" / "api.html").exists()
+    notebook = (tmp_path / "docs" / "notebooks" / "first_steps.html").read_text()
+    assert "class='done'" in notebook
 
 
 def sentences(page: str) -> list[str]:
@@ -152,7 +153,7 @@ def sentences(page: str) -> list[str]:
     A heading, an item of a list and a cell of a table hold sentences of their own. A
     colon ends none, and words in code count. Examples and targets of links do not.
     """
-    text = (ROOT / page).read_text()
+    text = hooks.text(page)
     text = re.sub(r"^```.*?^```|<!--.*?-->", "", text, flags=re.S | re.M)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)]*\)", "", text)
     parts: list[list[str]] = [[]]

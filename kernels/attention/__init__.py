@@ -34,8 +34,8 @@ from rewriter.kernels.attention.xla import stored as of_few_bits
 OPS = (OP, PAGED, SCORED, STORED, LATENT, PAGED_LATENT)
 
 _OF_ARRAYS = (
-    with_positions(cudnn.KERNEL), with_positions(hopper.KERNEL),
-    with_positions(hopper_decode.KERNEL), in_float32(with_positions(tpu.KERNEL)),
+    with_positions(cudnn.KERNEL), hopper.KERNEL, with_positions(hopper_decode.KERNEL),
+    in_float32(with_positions(tpu.KERNEL)),
     in_float32(xla.KERNEL), in_float32(with_score.KERNEL),
     hopper_scored.KERNEL, hopper_stored.KERNEL, in_float32(of_few_bits.KERNEL),
     hopper_latent.KERNEL, in_float32(joined_latent.KERNEL),

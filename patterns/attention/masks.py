@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, Poly
-from rewriter.find.reading import Operand, Refused, flag_operand, position_operand
+from rewriter.find.reading import (
+    Operand,
+    Refused,
+    flag_operand,
+    position_operand,
+    size,
+)
 from rewriter.find.recomputable import is_allowed
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.bounds import bound_by_cases, comparison, least
@@ -191,33 +197,38 @@ def _of_rows(
 
 
 def _prefix(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions | None:
-    """Reads (s <= t + c + offset) or (s < prefix)."""
+    """Reads (s <= t + c + offset) or (s < prefix), the latter in some sequences.
+
+    Sequences that see all keys have a prefix of all keys.
+    """
     support, _ = alg.bools[part]
-    if len(support) != 2 or said.prefix is not None:
+    of_rows = [a for a in support if not alg.free(a) - set(axes.b)]
+    sides = [a for a in support if a not in of_rows]
+    if len(sides) not in (1, 2) or said.prefix is not None or said.right or said.left:
         return None
-    sides = [
-        (atom, true)
-        for atom in support
+    read = [
+        (_literal(alg, atom, true), found)
+        for atom in sides
         for true in (True, False)
-        if alg.implies(_literal(alg, atom, true), part)
+        if (found := comparison(alg, axes, atom, true)) is not None
+        and not alg.ids(found.rest) - set(axes.b)
     ]
-    if len(sides) != 2:
+    causal = [x for x in read if (x[1].query, x[1].key) == (1, -1)]
+    prefix = [x for x in read if (x[1].query, x[1].key) == (0, -1)]
+    if len(causal) != 1 or len(prefix) != len(sides) - 1:
         return None
-    if alg.either(*(_literal(alg, *side) for side in sides)) != part:
-        return None
-    read = [comparison(alg, axes, *side) for side in sides]
-    if None in read:
-        return None
-    causal = [x for x in read if (x.query, x.key) == (1, -1)]
-    prefix = [x for x in read if (x.query, x.key) == (0, -1)]
-    if len(causal) != 1 or len(prefix) != 1 or said.right or said.left:
-        return None
-    if (alg.ids(prefix[0].rest) | alg.ids(causal[0].rest)) - set(axes.b):
+    sees, window = causal[0]
+    early, end = TRUE, alg.const(size(alg, axes.s))
+    if prefix:
+        early, first = prefix[0]
+        end = alg.add(first.rest, alg.const(first.constant + 1))
+    rows = alg.project(alg.both(part, alg.negate(sees)), of_rows)
+    if alg.either(sees, alg.both(early, rows)) != part:
         return None
     return replace(
         said,
-        right=(Bound(causal[0].constant, causal[0].rest, part),),
-        prefix=alg.add(prefix[0].rest, alg.const(prefix[0].constant + 1)),
+        right=(Bound(window.constant, window.rest, part),),
+        prefix=alg.mul(end, alg.of_bool(rows)),
     )
 
 

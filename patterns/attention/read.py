@@ -48,6 +48,10 @@ ATTEMPTS = 6
 """Results of blocks that are read in vain in one program; reading one is slow."""
 
 
+SOFTER = frozenset({"rows", "empty_rows", "terms", "weights", "unequal"})
+"""Codes of refusals for which fills and biases are read in another way."""
+
+
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of the regions around an exponential."""
     scores = [
@@ -137,7 +141,7 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
                 except Refused as refusal:
                     if miss is None or refusal.score > miss.score:
                         miss = refusal.with_traceback(None)
-                    if refusal.code not in ("rows", "terms", "weights", "unequal"):
+                    if refusal.code not in SOFTER:
                         break
                 except (OverBudget, RecursionError) as error:
                     miss = miss or unproved(error, 0.3)

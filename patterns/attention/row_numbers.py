@@ -13,9 +13,9 @@ from rewriter.program.numeric import NUMERIC as ON_NUMBERS
 NUMERIC: dict[str, Any] = {
     name: ON_NUMBERS[name]
     for name in (
-        "add", "sub", "mul", "div", "neg", "max", "min", "exp", "exp2", "log", "tanh",
-        "integer_pow", "logaddexp", "is_finite", "eq", "ne", "gt", "lt", "ge", "le",
-        "and", "or", "not",
+        "add", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "exp", "exp2",
+        "log", "tanh", "integer_pow", "logaddexp", "is_finite", "eq", "ne", "gt", "lt",
+        "ge", "le", "and", "or", "not",
     )
 }  # fmt: skip
 """What a primitive gives for numbers and its parameters, if its derivative is known."""

@@ -85,7 +85,7 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
             "rows", "a row without keys gives a value that this op cannot", score=0.8
         )
     raise Refused(
-        "rows",
+        "empty_rows",
         "what a row without keys gives is not known",
         score=0.8,
         suggestion="hide keys in one way, by one jnp.where; if such rows may give "
@@ -145,7 +145,7 @@ def _require_dominant_fills(softmax: Softmax) -> Set[str]:
     if _may_change(softmax):
         return CHANGED
     raise Refused(
-        "rows",
+        "empty_rows",
         "a mask and a bias add numbers of like size: which keys a row "
         "without keys weighs depends on both",
         score=0.8,

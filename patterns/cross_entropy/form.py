@@ -47,6 +47,9 @@ def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
     weights = _weights(alg, form, total)
     if weights:
         form = _without(form, weights)
+    if all(any(a == total for a, _ in mono) for _, mono in form):
+        text = "no label's logit is subtracted from the log-sum-exp"
+        raise Refused("labels", text, score=0.2, difference=alg.show(form))
     v, used, logits = _logits(alg, total)
     bound, inner = _capped(alg, logits)
     if alg.ids(logits) - {v} - set(rows):

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax._src import source_info_util, traceback_util
 
-from rewriter.errors import is_users_own
+from rewriter.errors import is_users_own, line_of_file
 
 # Files through which the user's function is called: JAX names none of them as the line
 # of an equation, nor in the tracebacks of errors that it hands on.
@@ -52,8 +52,8 @@ def _is_users(file: str) -> bool:
 
 def _line(frame: Any) -> str:
     """A frame in words."""
-    file = str(frame.file_name).replace("\\", "/").rsplit("/", 1)[-1]
-    return f"{file}:{frame.start_line} ({frame.function_name.split('.<locals>')[0]})"
+    line = line_of_file(str(frame.file_name), frame.start_line)
+    return f"{line} ({frame.function_name.split('.<locals>')[0]})"
 
 
 def is_of_gradient(eqn: Any) -> bool:

@@ -171,7 +171,7 @@ def _made_of(graph: Graph, whole: int, over: Mapping[int, int]) -> tuple[int, ..
     while queue:
         value = queue.pop()
         ins = _ins(graph, value, over)
-        if ins is None and _is_inexact(graph, value) and len(graph.shape(value)) > 1:
+        if ins is None and not _may_be_of_a_mask(graph, value):
             return ()
         for i in ins or ():
             if i in seen or graph.scalar(i) is not None:
@@ -191,6 +191,15 @@ def _ins(graph: Graph, value: int, over: Mapping[int, int]) -> Sequence[int] | N
         return (over[value],)
     node = graph.node_of(value)
     return node.ins if node is not None and is_local(node) else None
+
+
+def _may_be_of_a_mask(graph: Graph, value: int) -> bool:
+    """Whether no products or layers made a value: it is a constant, or holds no table.
+
+    Of a constant its numbers are known, such as those of a triangle.
+    """
+    few = len(graph.shape(value)) < 2
+    return few or value in graph.constants or not _is_inexact(graph, value)
 
 
 def _is_inexact(graph: Graph, value: int) -> bool:

@@ -248,7 +248,13 @@ def _changed_reasons(
 def _summary(d: Difference) -> str:
     parts = (
         (d.gained, "gained"), (d.lost, "lost"), (d.changed, "changed"),
-        (d.misses_gained, "near misses gained"), (d.misses_lost, "near misses lost"),
-        (d.failures, "failures"),
+        (d.misses_gained, "near miss{es} gained"),
+        (d.misses_lost, "near miss{es} lost"),
+        (d.failures, "failure{s}"),
     )  # fmt: skip
-    return ", ".join(f"{len(rows)} {word}" for rows, word in parts if rows)
+
+    def counted(rows: Sequence[Any], word: str) -> str:
+        plural = len(rows) != 1
+        return f"{len(rows)} {word.format(es='es' * plural, s='s' * plural)}"
+
+    return ", ".join(counted(rows, word) for rows, word in parts if rows)

@@ -48,8 +48,15 @@ def before_after(
         before: The program as written.
         after: The program as rewritten.
         sites: The recognised ops; each op and line has one colour on both sides.
-        index: Draw this site and its neighbours only.
+        index: Draw the site of this number and its neighbours only.
+
+    Raises:
+        ValueError: No site has this number.
     """
+    numbers = sorted({s.index for s in sites})
+    if index is not None and index not in numbers:
+        known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none: no site"
+        raise ValueError(f"site={index}: no site has this number; known: {known}")
     if before is None or after is None:
         return "<svg xmlns='http://www.w3.org/2000/svg' width='1' height='1'/>"
     wanted = [s for s in sites if index is None or s.index == index]

@@ -14,7 +14,7 @@ STYLE = (
     "padding-left:2ch;text-indent:-2ch;font-family:ui-monospace,monospace}"
     ".rewriter .done{color:#1a7f37}.rewriter .kept{color:#6e7781}"
     ".rewriter .missed{color:#cf222e}.rewriter b{font-weight:600}"
-    "svg{max-width:100%;height:auto}"
+    ".rewriter-report svg{max-width:100%;height:auto}"
 )
 PAGE = "body{font-family:system-ui;margin:1em;max-width:100ch}svg{margin-top:1em}"
 
@@ -27,8 +27,8 @@ def fragment(text: str, picture: str) -> str:
         picture: Its picture as SVG.
     """
     return (
-        f"<style>{STYLE}</style>{_lines(text)}"
-        f"<details><summary>picture</summary>{picture}</details>"
+        f"<style>{STYLE}</style><div class='rewriter-report'>{_lines(text)}"
+        f"<details><summary>picture</summary>{picture}</details></div>"
     )
 
 
@@ -43,7 +43,8 @@ def page(name: str, text: str, picture: str) -> str:
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(name)}</title><style>{STYLE}{PAGE}</style></head><body>"
+        f"<title>{escape(name)}</title><style>{STYLE}{PAGE}</style></head>"
+        "<body class='rewriter-report'>"
         f"{_lines(text)}{picture}</body></html>\n"
     )
 

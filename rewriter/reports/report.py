@@ -227,7 +227,11 @@ class Report:
         """Returns a picture of the program before and after.
 
         Args:
-            site: The index of one site; ``None`` for the whole program.
+            site: The number of one site, which the text has behind ``#``; ``None``
+                for the whole program.
+
+        Raises:
+            ValueError: No site has this number.
         """
         from rewriter.reports.draw import before_after
 

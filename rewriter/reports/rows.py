@@ -177,4 +177,8 @@ def _details(site: Site, rate: float) -> Iterator[str]:
     others = [(k, r) for k, r in site.not_chosen if site.replaced or k != "xla"]
     several = len(set(dict(site.not_chosen).values())) > 1
     if others and (site.replaced or site.origin in MEASURED or several):
-        yield "not chosen: " + " · ".join(f"{k} ({r})" for k, r in others)
+        by_reason: dict[str, list[str]] = {}
+        for kernel, reason in others:
+            by_reason.setdefault(reason, []).append(kernel)
+        texts = (f"{', '.join(names)} ({r})" for r, names in by_reason.items())
+        yield "not chosen: " + " · ".join(texts)

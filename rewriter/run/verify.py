@@ -322,6 +322,8 @@ def _notes(report: Report, found: Comparison, draws: int) -> list[str]:
             notes.append(f"{site.where or site.op}: {note}")
     if not any(s.replaced for s in report.sites):
         notes.append("nothing was rewritten: both programs are the same")
+        if report.sites:
+            notes.append("implementation= forces kernels, also for small arguments")
     return list(dict.fromkeys(notes))
 
 

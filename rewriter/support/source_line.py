@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
+
+from rewriter.errors import line_of_file
 
 
 def source_line(function: Callable[..., Any]) -> str:
@@ -19,4 +20,4 @@ def source_line(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None)
     if code is None:
         return ""
-    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    return line_of_file(code.co_filename, code.co_firstlineno)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from rewriter.errors import ConfigError
 from rewriter.ops.cost import Cost
 from rewriter.ops.device import Device
+from rewriter.support.installed import require_package
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def plot(points: Sequence[Point], device: Device, path: str) -> None:
     Raises:
         ConfigError: Without matplotlib, or for an ending it does not know.
     """
-    need_matplotlib()
+    require_package("matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -162,16 +162,3 @@ def _roof(axes: Any, points: Sequence[Point], device: Device) -> None:
     y = [left * device.bandwidth, device.flops, device.flops]
     source = "measured" if device.measured else "data sheet"
     axes.plot(x, y, "k-", label=f"roof ({source})")
-
-
-def need_matplotlib() -> None:
-    """Returns if matplotlib is installed.
-
-    Raises:
-        ConfigError: If it is not, with the command that installs it.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "matplotlib is not installed",
-            next_step='Run pip install "jaxpr-rewriter[plot]"',
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -80,8 +81,8 @@ def every_function(module: str) -> list[tuple[str, Any, tuple[Any, ...]]]:
     found = []
     for name, fn in list(vars(loaded).items()):
         here = getattr(fn, "__module__", "") == loaded.__name__ and callable(fn)
-        makes = name in NAMES or name.endswith("_args") or inspect.isclass(fn)
-        if not here or makes or name[0] == "_" or not trace.wants_arguments(fn):
+        other = _makes_arguments(name) or inspect.isclass(fn) or name[0] == "_"
+        if not here or other or not trace.wants_arguments(fn):
             continue
         try:
             _, values, _ = function_and_arguments(f"{module}:{name}")
@@ -108,11 +109,29 @@ def parsed(text: str) -> tuple[str, str]:
     if module and name:
         return module, name
     given = text.strip(":")
+    names = _functions(given) if given.endswith(".py") else []
+    targets = " or ".join(f"{given}:{n}" for n in names[:3]) or f"{given}:main"
+    every = f", or --all {given}" if names else ""
     raise errors.ConfigError(
-        f"{text!r}",
+        f"{text!r} names no function",
         wanted="module:name or file.py:name",
-        next_step=f"Try {given}:main",
+        next_step=f"Try {targets}{every}",
     )
+
+
+def _functions(file: str) -> list[str]:
+    """The public functions of a file but those that make arguments; it is not run."""
+    try:
+        with open(file, encoding="utf-8") as opened:
+            body = ast.parse(opened.read()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    names = [n.name for n in body if isinstance(n, ast.FunctionDef)]
+    return [n for n in names if n[0] != "_" and not _makes_arguments(n)]
+
+
+def _makes_arguments(name: str) -> bool:
+    return name in NAMES or name.endswith("_args")
 
 
 def lookup(module: str, name: str) -> Any:

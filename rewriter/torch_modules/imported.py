@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rewriter import _jax
-from rewriter.errors import RewriterError
+from rewriter.support.installed import require_package
 from rewriter.torch_modules import lowerings
 
 _OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)(?:\.(\w+))?")
@@ -30,14 +30,10 @@ def torchax() -> Any:
     """Returns the module torchax.
 
     Raises:
-        RewriterError: If PyTorch or torchax is not installed.
+        ConfigError: If PyTorch or torchax is not installed.
     """
     for name in ("torch", "torchax"):
-        if importlib.util.find_spec(name) is None:
-            raise RewriterError(
-                f"{name} is not installed",
-                next_step='Run pip install "jaxpr-rewriter[torch]"',
-            )
+        require_package(name, "torch")
     with warnings.catch_warnings(), _named_operators():
         warnings.simplefilter("ignore")
         module = importlib.import_module("torchax")

@@ -51,6 +51,11 @@ CANCELLED = 8.0
 """How many roundings of the largest row a gradient's row of zeros may be off by: what
 cancels in it exactly as written cancels up to roundings in another order."""
 
+FEW = 0.1
+"""The share of a gradient's rows that may be off by as much, though they are not zero.
+Such rows are small beside what cancels in them, and hold the roundings of that. A
+program that computes something else is off in more of them."""
+
 NOISE = 0.3
 """The share by which a row changes if it is made of roundings alone, and the program's
 arguments move by a rounding. A wrong value changes by a few roundings."""
@@ -312,7 +317,9 @@ class _Case:
     def note_roundings(self, moved: Sequence[np.ndarray]) -> None:
         """Allows what changes with the arguments' roundings, in rows that cancel.
 
-        What cancels in a row is at most as large as the largest row.
+        What cancels in a row is at most as large as the largest row. Where few rows are
+        left that differ, roundings may also be the same however the arguments move: a
+        result of 16 bits that is nearly one of its terms always loses the others.
 
         Args:
             moved: Rewritten results for arguments moved by a rounding.
@@ -323,6 +330,8 @@ class _Case:
         own = SHAKES * np.max(changes, axis=0)
         most = ROUNDINGS * self.rounding
         self.limit = np.maximum(self.limit, np.minimum(own, most))
+        if np.mean(self.after > self.limit) <= FEW:
+            self.limit = np.maximum(self.limit, CANCELLED * self.rounding)
         share = np.median(changes, axis=0) / np.maximum(_norm(self.b), 1e-300)
         self.noise = (share > NOISE) & (self.gap <= self.limit)
 

@@ -55,6 +55,19 @@ def causal(t: int) -> jax.Array:
     return jnp.tril(jnp.ones((t, t), bool))
 
 
+def within_last(t: int, window: jax.Array) -> jax.Array:
+    """Whether each of t tokens is among the last `window` ones before another."""
+    distance = jnp.arange(t)[:, None] - jnp.arange(t)
+    return (distance >= 0) & (distance < window)
+
+
+def restarted(documents: np.ndarray) -> np.ndarray:
+    """The position of each token within its document, [b, t] of [b, t]."""
+    at = np.arange(documents.shape[1])
+    first = [np.searchsorted(row, row) for row in documents]
+    return (at - np.stack(first)).astype("int32")
+
+
 def alibi(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array) -> jax.Array:
     """Causal attention with a slope for each head."""
     at = jnp.arange(q.shape[1])
@@ -90,6 +103,11 @@ def rows(b: int, t: int, n: int) -> dict[str, tuple[Function, tuple[Any, ...]]]:
             (lengths,),
         ),
         "documents": (masked(lambda t, s: causal(t) & same(s)), (documents,)),
+        "window of data": (masked(within_last), (np.int32(t // 4),)),
+        "positions that restart": (
+            masked(lambda t, at, s: (at[:, :, None] >= at[:, None])[:, None] & same(s)),
+            (restarted(documents), documents),
+        ),
         "boolean array": (masked(lambda t, m: m, -jnp.inf), (table,)),
         "window": (masked(within), ()),
         "slopes": (alibi, (np.float32(-(2.0 ** -np.arange(1, n + 1))),)),

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import json
-import math
 import pathlib
 import re
 from collections.abc import Sequence
@@ -25,18 +23,14 @@ from rewriter.measure.decision import fastest
 from rewriter.measure.key import Key
 from rewriter.measure.measurement import ESTIMATES, time_text
 from rewriter.measure.sources import shipped
-from rewriter.ops.device import KNOWN
 from rewriter.ops.registry import package_of, registry
-from rewriter.ops.tpu import generation
 from rewriter.run.pipeline import PASSES
 from rewriter.site.implementation import XLA
 from rewriter.support.assumptions import ASSUMPTIONS
 from rewriter.support.sizes import size_text
 from rewriter.tools import demo
-from tests.bench import hopper_table, record
-from tests.bench import tpu_attention_cycles as attention
-from tests.bench import tpu_norms_cycles as norms
-from tests.bench import tpu_ragged_bundles as ragged
+from tests.bench import hopper_table, record, tpu_tables
+from tests.bench.markdown import table
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -102,7 +96,7 @@ def gains() -> str:
     rows.append(("H200", what, *_model_figures(row)))
     head = ("on", "program", "original", "rewritten", "gain", "memory", "after")
     told_by = " ".join(f"On {on}: {', '.join(c)}." for on, c in notes.items())
-    return f"{_table(head, rows)}\n\nThese commands measure them. {told_by}"
+    return f"{table(head, rows)}\n\nThese commands measure them. {told_by}"
 
 
 def _model_figures(row: dict) -> tuple[str, ...]:
@@ -134,7 +128,7 @@ def models() -> str:
     versions = f"jax {data['jax']}, transformers {data['transformers']}"
     note = f"`{data['command']}` ({data['device']}, {versions}, {data['date']})"
     return (
-        f"{_table(head, rows)}\n\nThese are the device's times of a step, and what "
+        f"{table(head, rows)}\n\nThese are the device's times of a step, and what "
         f"takes most of the rewritten one. {' '.join(profiles)} Reproduce with {note}."
     )
 
@@ -154,14 +148,14 @@ def torch_models() -> str:
     ]
     head = ("model", "found", "by a kernel", "error", "of gradients")
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items())
-    return f"{_table(head, rows)}\n\nOn a CPU, with {versions}."
+    return f"{table(head, rows)}\n\nOn a CPU, with {versions}."
 
 
 def options() -> str:
     """One row per option of `rewriter.config`, with its default."""
     about = public_names.arguments(Config.__doc__ or "", "Attributes")
     defaults = Config()
-    return _table(
+    return table(
         ("option", "default", "what it does"),
         [(f"`{n}`", f"`{getattr(defaults, n)!r}`", about[n]) for n in OPTIONS],
     )
@@ -170,7 +164,7 @@ def options() -> str:
 def assumptions() -> str:
     """One row per thing that may be taken for granted."""
     rows = [(f'`"{name}"`', f"{text}.") for name, text in ASSUMPTIONS.items()]
-    return _table(("name", "what it says"), rows)
+    return table(("name", "what it says"), rows)
 
 
 def passes() -> str:
@@ -179,7 +173,7 @@ def passes() -> str:
     for step in PASSES:
         about = (step.run.__doc__ or "").strip().splitlines()[0]
         rows.append((f"`{step.name}`", about, "yes" if step.optional else ""))
-    return _table(("pass", "what it does", "can be left out"), rows)
+    return table(("pass", "what it does", "can be left out"), rows)
 
 
 def supported() -> str:
@@ -190,7 +184,7 @@ def supported() -> str:
         text = text or importlib.import_module(package_of(name)).__doc__ or ""
         kernels = ", ".join(k.name for k in registry().kernels(name)) or "reference"
         rows.append((f"`{name}`", text.splitlines()[0].split(": ", 1)[-1], kernels))
-    return _table(("op", "computes", "kernels besides XLA's own"), rows)
+    return table(("op", "computes", "kernels besides XLA's own"), rows)
 
 
 def operands() -> str:
@@ -202,8 +196,8 @@ def operands() -> str:
             (f"`{o.name}`", _axes(o.axes), "yes" if o.required else "", o.doc)
             for o in op.operands
         ]
-        table = _table(("operand", "axes", "always there", "what it holds"), rows)
-        parts.append(f"## {name}\n\n{table}\n\nThe result is {_axes(op.out)}.")
+        held = table(("operand", "axes", "always there", "what it holds"), rows)
+        parts.append(f"## {name}\n\n{held}\n\nThe result is {_axes(op.out)}.")
     return "\n\n".join(parts)
 
 
@@ -230,7 +224,7 @@ def measured() -> str:
     head = (
         "program", "pass", "original", "rewritten", "gain", "memory before", "after",
     )  # fmt: skip
-    return f"{_table(head, rows)}\n\nReproduce with {', and with '.join(notes)}."
+    return f"{table(head, rows)}\n\nReproduce with {', and with '.join(notes)}."
 
 
 def decoder() -> str:
@@ -275,7 +269,7 @@ def public_decode() -> str:
     head = ("sequences", "step", "original", "rewritten", "gain", "computing", "after")
     note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
     return (
-        f"{_table(head, rows)}\n\n*Computing* is the time of the device's kernels. "
+        f"{table(head, rows)}\n\n*Computing* is the time of the device's kernels. "
         "The cache is not donated, so a step also copies it. "
         f"Reproduce with {note}."
     )
@@ -306,7 +300,7 @@ def _passes(data: dict) -> str:
     sites = data["results"][1]["sites"].items()
     found = ", ".join(f"{count} × {what}" for what, count in sites)
     told = f"Sites in the gradient: {found}. Reproduce with {note}."
-    return f"{_table(head, rows)}\n\n{told}"
+    return f"{table(head, rows)}\n\n{told}"
 
 
 def tuned() -> str:
@@ -328,7 +322,7 @@ def tuned() -> str:
                 f"{gain:.1f}×", _mib(xla.temp_bytes), _mib(best.temp_bytes),
             ))  # fmt: skip
     head = ("use", "pass", "XLA", "chosen", "kernel", "gain", "memory", "after")
-    return _table(head, sorted(rows)) + (
+    return table(head, sorted(rows)) + (
         "\n\nTimes are the device's, by CUPTI: medians of 20 runs, taken in turns, on "
         "three or more sets of inputs. Reproduce with `python3 -m tests.bench.tuning "
         "tune --shapes targets,others --out tuned.json` (NVIDIA H200, jax 0.11.2)."
@@ -407,7 +401,7 @@ def sharded() -> str:
             "memory per device", "after")  # fmt: skip
     count = len(data["lines"])
     return (
-        f"{_table(head, rows)}\n\nThe program is a training step of a decoder of 3 "
+        f"{table(head, rows)}\n\nThe program is a training step of a decoder of 3 "
         "layers, compiled for 8 CPU devices. [The results]"
         f"(../tests/bench/results/{path}) have {count} such lines, of 6 programs on "
         "meshes of data, model, sequence and experts. In all of them:\n\n"
@@ -438,7 +432,7 @@ def sharded_decoder() -> str:
     head = ("mesh", "rows of 4096", "original", "rewritten", "gain",
             "memory per GPU", "after", "moved", "after")  # fmt: skip
     note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
-    return f"{_table(head, rows)}\n\nReproduce with {note}."
+    return f"{table(head, rows)}\n\nReproduce with {note}."
 
 
 def _split_over(specs: dict) -> str:
@@ -452,166 +446,6 @@ def _moved(collectives: dict) -> str:
     return ", ".join(f"{size_text(n)} {kind}" for kind, (_, n) in collectives.items())
 
 
-def tpu_attention() -> str:
-    """Simulated cycles of causal attention, ours and JAX's own, by generation."""
-    path = "tpu_attention_cycles.json"
-    data = json.loads((record.RESULTS / path).read_text())
-    found = {
-        name.removesuffix(", cycles"): cycles
-        for name, cycles in data["estimates"].items()
-        if name.endswith(", cycles") and isinstance(cycles, dict)
-    }
-    rows = []
-    for chip in ("v5e", "v5p", "v6e"):
-        for label, kind, blocks, kernel in (
-            ("forward", "", "1024 1024 1024 512", "flash_attention"),
-            ("gradients", "backward ", "1024 1024 512 512", "flash_mha_bwd"),
-        ):
-            ours = [
-                sum(found.get(f"{chip}, ours {kind}{part}{blocks}", {}).values()) / 16
-                for part in ("", "part ")
-            ]  # a block, of 16 that were simulated
-            theirs = [
-                sum(n for operation, n in by.items() if operation.startswith(kernel))
-                for name, by in found.items()
-                if name.startswith(f"{chip}, flash {kind}")
-            ]
-            theirs = [n for n in theirs if n]
-            whole, part = ours
-            if part and theirs:  # steps with a mask take longer
-                made = 28 * (whole or part) + 8 * part
-                mine = f"{'' if whole else '≤ '}{made / 1e3:.0f}"
-                rows.append((chip, label, mine, f"{min(theirs) / 1e3:.0f}"))
-    head = ("TPU", "pass", "ours, thousand cycles", "JAX's flash attention")
-    return (
-        f"{_table(head, rows)}\n\nThe use is causal attention of 8192 tokens with a "
-        "head of 128 in bfloat16, and with two heads on v5p, one for each core. The "
-        "TPU compiler's simulator gives the cycles. No TPU ran it. JAX's kernel is "
-        "simulated as it is, with the fastest of up to three block sizes. For "
-        "gradients, only its two kernels are counted. The simulator does not see our "
-        "list of blocks. So 28 steps without and 8 with a mask are simulated apart and "
-        "added up. A ≤ says that only the second kind was simulated. Reproduce with "
-        f"`python3 -m tests.bench.tpu_attention_cycles` (jax {data['jax']}, "
-        f"{data['date']})."
-    )
-
-
-def tpu_splash() -> str:
-    """Bundles of causal attention, ours and JAX's splash attention, by generation."""
-    data = json.loads(record.named("tpu_attention_cycles").read_text())
-    found = {
-        name.removesuffix(", bundles"): by
-        for name, by in data["estimates"].items()
-        if name.endswith(", bundles") and isinstance(by, dict)
-    }
-
-    def once(name: str, kernel: str) -> int:
-        """Bundles of a kernel's code."""
-        return sum(n for key, n in found[name].items() if key.startswith(kernel))
-
-    whole, part = 28, 8  # blocks of 1024 x 1024 below and on the diagonal
-    rows = []
-    for chip in ("v5e", "v5p"):
-        for label, kind, kernel in (
-            ("forward", "", "splash_mha_fwd"),
-            ("gradients", "backward ", "splash_mha_dkv"),
-        ):
-            ours, theirs = {}, {}
-            for name in found:
-                head, sizes = re.match(r"(.*?)((?: \d+)*)$", name).groups()
-                if head == f"{chip}, ours {kind}part":
-                    full = f"{chip}, ours {kind}{sizes.strip()}"
-                    ours[sizes.strip()] = whole * once(full, "attention")
-                    ours[sizes.strip()] += part * once(name, "attention")
-                if head == f"{chip}, splash {kind}".rstrip():
-                    each = attention.steps(*map(int, sizes.split()[:2]))
-                    theirs[sizes.strip()] = each * once(name, kernel)
-            cells = []
-            for which in (ours, theirs):
-                best = min(which, key=which.__getitem__)
-                cells += [f"{which[best] / 1e3:.0f}", best]
-            rows.append((chip, label, *cells))
-    head = ("TPU", "pass", "ours, thousand bundles", "its blocks",
-            "JAX's splash attention", "its blocks")  # fmt: skip
-    return (
-        f"{_table(head, rows)}\n\nThe use is the same attention. A figure is the "
-        "number of instruction bundles in a kernel's code, times the blocks that some "
-        "query sees. It says nothing of waits. Both kernels read the list of blocks "
-        "from memory, which the simulator does not see.\n\n"
-        "Our kernel has separate code for blocks with and without a mask, and each is "
-        "counted apart. Its blocks are given as queries, keys, queries at a time, keys "
-        "at a time. For gradients, it is the better of two such choices. Splash "
-        "attention's is the best of four: queries, keys, keys at a time. For gradients "
-        "it is its fused kernel with one choice, without the sum of the queries' "
-        "gradients that follows it. No TPU ran it. Reproduce with "
-        f"`python3 -m tests.bench.tpu_attention_cycles` (jax {data['jax']}, "
-        f"{data['date']})."
-    )
-
-
-def tpu_ragged() -> str:
-    """Bundles of ragged dots, ours and megablox, by mode and generation."""
-    path = "tpu_ragged_bundles.json"
-    data = json.loads((record.RESULTS / path).read_text())
-
-    def taken(chip: str, name: str) -> float:
-        by = data["estimates"].get(f"{chip}, {name}, bundles")
-        if not isinstance(by, dict):
-            return math.inf
-        return sum(by.values()) * ragged.steps(name, chip) / 1e3
-
-    rows = []
-    for sizes, mode in itertools.product(ragged.SIZES, ragged.MODES):
-        cells = []
-        for chip in ragged.CHIPS:
-            mine, theirs = (
-                min(taken(chip, name) for name in ragged.names(whose, mode, sizes))
-                for whose in ("ours", "megablox")
-            )
-            cells.append(f"{mine:.0f} / {theirs:.0f}")
-        rows.append((mode, "{}, {}, {} by {}".format(*sizes), *cells))
-    head = ("mode", "m, k, n by groups", *ragged.CHIPS)
-    return (
-        f"{_table(head, rows)}\n\nEach cell is ours / JAX's megablox, in thousands of "
-        "instruction bundles, each with the best of up to three tilings. The dtype is "
-        "bfloat16, and all tiles are whole. A figure is the number of bundles in a "
-        "kernel's code, times the steps that run it. It says nothing of waits. No TPU "
-        "ran it. Reproduce with `python3 -m tests.bench.tpu_ragged_bundles` "
-        f"(jax {data['jax']}, {data['date']})."
-    )
-
-
-def tpu_norms() -> str:
-    """Simulated cycles of norms in a residual stream, XLA's and ours, by generation."""
-    data = json.loads(record.named("tpu_norms_cycles").read_text())
-    rows = []
-    for chip, op, shape in itertools.product(
-        norms.GENERATIONS, ("rms_norm", "layer_norm"), norms.SHAPES
-    ):
-        on = KNOWN[f"tpu_{chip}"]
-        of_array = 2 * math.prod(map(int, shape.split())) / on.bandwidth
-        cells = []
-        for what in ("sum", "gradients"):
-            for whose in ("xla", "ours"):
-                name = f"{chip}, {whose} {what} {op} {shape}, cycles"
-                cells.append(f"{sum(data['estimates'][name].values()) / 1e3:.0f}")
-        least = 4 * of_array * generation(on).clock  # both read and write four arrays
-        rows.append((chip, op, shape.replace(" ", "×"), *cells, f"{least / 1e3:.0f}"))
-    head = ("TPU", "op", "rows", "sum and norm, XLA", "ours", "gradients, XLA", "ours",
-            "bytes of either")  # fmt: skip
-    return (
-        f"{_table(head, rows)}\n\nFigures are thousands of cycles in bfloat16, by the "
-        "TPU compiler's simulator. The first pair is `h = x + addend` and its norm, "
-        "both kept. The second is the gradient of a norm, with the gradient of the "
-        "residual stream added. The simulator knows no limit of the memory's "
-        "bandwidth. So the last column says how long it takes at least to move four "
-        "arrays, which is what our kernel reads and writes. XLA's fusions read and "
-        "write five or more. No TPU ran it. Reproduce with "
-        f"`python3 -m tests.bench.tpu_norms_cycles` (jax {data['jax']}, "
-        f"{data['date']})."
-    )
-
-
 def hopper() -> str:
     """Our kernels for Hopper GPUs beside XLA and cuDNN."""
     head, rows = hopper_table.table()
@@ -619,7 +453,7 @@ def hopper() -> str:
     benches = ("attention", "decode", "norms", "glu")
     commands = ", ".join(f"`python3 -m tests.bench.hopper_{x}`" for x in benches)
     return (
-        f"{_table(head, rows)}\n\nFigures are microseconds on the device, by CUPTI: "
+        f"{table(head, rows)}\n\nFigures are microseconds on the device, by CUPTI: "
         "medians of 20 runs, taken in turns, on three sets of inputs in bfloat16. "
         "*Both* is the result and its gradients. "
         f"Reproduce with {commands} ({data['device']}, jax {data['jax']}, "
@@ -630,7 +464,7 @@ def hopper() -> str:
 def versions() -> str:
     """One row per supported pair of Python and JAX."""
     pairs = json.loads(record.named("versions").read_text())["tested"]
-    return _table(("Python", "jax", "tested"), [tuple(p) for p in pairs])
+    return table(("Python", "jax", "tested"), [tuple(p) for p in pairs])
 
 
 def _ms(timing: dict) -> str:
@@ -640,11 +474,6 @@ def _ms(timing: dict) -> str:
 def _memory(timing: dict) -> str:
     count = timing["temp_bytes"]
     return "unknown" if count is None else size_text(count)
-
-
-def _table(head: tuple, rows: list) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def scored() -> str:
@@ -659,7 +488,7 @@ def scored() -> str:
         if "menu" not in name and len(us) == 2
     ]
     arms = ("as written", "FlexAttention", "ours")
-    return _table(("function, sizes", *arms, *(f"{x}, both" for x in arms)), rows)
+    return table(("function, sizes", *arms, *(f"{x}, both" for x in arms)), rows)
 
 
 def attention_profile() -> str:
@@ -685,7 +514,7 @@ def attention_profile() -> str:
         "Reproduce with "
         f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})."
     )
-    return f"{_table(head, rows)}\n\n{note}"
+    return f"{table(head, rows)}\n\n{note}"
 
 
 def _costs_of_rewriting() -> dict[str, dict]:
@@ -779,8 +608,8 @@ def latent_decode() -> str:
             rows.append((sequences, tokens, lengths, old, *figures))
     head = ("sequences", "tokens", "lengths", "as written", "`hopper_latent`")
     note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
-    table = _table((*head, "in pages of 64", "TF/s"), rows)
-    return f"{table}\n\nReproduce with {note}."
+    timed = table((*head, "in pages of 64", "TF/s"), rows)
+    return f"{timed}\n\nReproduce with {note}."
 
 
 def public_suites() -> str:
@@ -804,7 +633,7 @@ def public_suites() -> str:
     head = ("suite", "files", "tests that pass under `jax.jit`", "functions optimized")
     versions = ", ".join(f"{name} {v}" for name, v in data["packages"].items())
     note = f"`.ci/suites` counts them ({versions}; {data['device']}, {data['date']})."
-    return f"{_table((*head, 'tests that differ'), rows)}\n\n{note}"
+    return f"{table((*head, 'tests that differ'), rows)}\n\n{note}"
 
 
 TABLES = {
@@ -840,10 +669,10 @@ TABLES = {
     "hopper": hopper,
     "attention_profile": attention_profile,
     "scored": scored,
-    "tpu_attention": tpu_attention,
-    "tpu_splash": tpu_splash,
-    "tpu_ragged": tpu_ragged,
-    "tpu_norms": tpu_norms,
+    "tpu_attention": tpu_tables.attention,
+    "tpu_splash": tpu_tables.splash,
+    "tpu_ragged": tpu_tables.ragged,
+    "tpu_norms": tpu_tables.norms,
     "versions": versions,
 }
 

@@ -72,6 +72,9 @@ def test_integers_beyond_what_float64_holds() -> None:
             masks += [
                 lambda x, o=o: (jnp.arange(T) + o)[:, None] >= (jnp.arange(T) + o),
                 lambda x, o=o: jnp.arange(T)[:, None] - jnp.arange(T) - o >= 0,
+                lambda x, o=o: (
+                    (jnp.arange(T) + o)[:, None] - (jnp.arange(T) + o - 1) > 1
+                ),
                 lambda x, o=o: (jnp.arange(T) + (x[0] + o))[:, None] >= jnp.arange(T),
                 lambda x, near=near: near[:, None] >= jnp.asarray(near) + x[0],
                 lambda x, o=o: (x + o)[:, None] == (x + (o - 1)),

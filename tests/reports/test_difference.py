@@ -90,7 +90,7 @@ train_step: 1 changed
 def test_near_misses():
     gone = REPORT.diff(changed(misses=()))
     assert [(m.op, m.where) for m in gone.misses_lost] == [(MISS.op, MISS.where)]
-    assert "1 near misses lost" in str(gone)
+    assert "1 near miss lost" in str(gone)
     other = dataclasses.replace(MISS, reasons=(Reason("layout", "k is turned"),))
     found = REPORT.diff(changed(misses=(other,)))
     assert [m.text for m in found.misses_gained] == ["k is turned"]
@@ -101,7 +101,7 @@ def test_failures():
     assert not REPORT.diff(changed(failures=()))
     found = changed(failures=()).diff(REPORT)
     assert found.failures == ("KeyError: x",)
-    assert str(found) == "train_step: 1 failures\n + failure: KeyError: x"
+    assert str(found) == "train_step: 1 failure\n + failure: KeyError: x"
 
 
 def test_reports_of_files():

@@ -140,9 +140,25 @@ def test_a_page_fits_a_phone_and_numbers_agree(tmp_path):
         assert f"#{n}" in report.svg()
     (own,) = [s for s in report.sites if s.op == "attention"]
     assert f"site attention #{own.index}" in report.svg(site=own.index)
+    with pytest.raises(ValueError, match="site=99: no site has this number; known: 1"):
+        report.svg(site=99)
     assert f"#{own.index}" in next(
         line for line in report.text().splitlines() if " attention" in line
     )
+
+
+def test_the_style_of_a_report_in_a_notebook_reaches_no_other_picture():
+    fragment = rewriter.explain(block, implementation=FORCED)(*inputs())._repr_html_()
+    style = fragment[: fragment.index("</style>")].removeprefix("<style>")
+    rules = [rule.partition("{")[0] for rule in style.split("}") if rule]
+    assert all(rule.startswith(".rewriter") for rule in rules), rules
+
+
+def test_kernels_that_are_not_chosen_for_one_reason_stand_together():
+    q = jax.ShapeDtypeStruct((1, 1024, 4, 64), "float32")
+    text = rewriter.explain(jax.nn.dot_product_attention, target="h100")(q, q, q).text()
+    assert "hopper, hopper_decode (tensor cores take" in text
+    assert text.count("a cast would round") == 1
 
 
 def test_saved_bytes():

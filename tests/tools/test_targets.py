@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
 
+import rewriter
 from rewriter.__main__ import BAD, GOOD, MISTAKE, main
 from rewriter.errors import ConfigError
 from rewriter.tools.targets import function_and_arguments, parsed, user_path
@@ -176,3 +178,36 @@ def test_from_a_shell(file):
     )
     assert done.returncode == BAD
     assert "attention: 0 of 1" in done.stderr
+
+
+def test_a_file_alone_is_answered_with_its_functions(file, capsys):
+    assert main(["explain", str(file)]) == MISTAKE
+    said = capsys.readouterr().err
+    assert f"Try {file}:norm" in said
+    assert f"--all {file}" in said
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == GOOD
+    assert capsys.readouterr().out == f"rewriter {rewriter.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "argv", "extra"),
+    [
+        ("flax", ["demo", "--small"], "demo"),
+        ("matplotlib", ["bench", "--op", "rms_norm", "--plot", "roof.svg"], "plot"),
+    ],
+)
+def test_a_plain_install_says_what_to_install(
+    monkeypatch, capsys, package, argv, extra
+):
+    find = importlib.util.find_spec
+    absent = lambda name, *rest: None if name == package else find(name, *rest)
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    assert main(argv) == MISTAKE
+    said = capsys.readouterr().err
+    assert f"{package} is not installed" in said
+    assert f'pip install "jaxpr-rewriter[{extra}]"' in said

@@ -251,3 +251,43 @@ def test_a_factor_of_a_gradient_is_found_behind_unstable_rows(factor, ok):
         lambda: GRADIENT, gradient=True, unit=1.0,
     )  # fmt: skip
     assert not alone.differs
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "roundings", "ok"),
+    [
+        ("bfloat16", 1, 3, True),
+        ("float32", 1, 3, True),
+        ("bfloat16", 1, 20, False),
+        ("bfloat16", 8, 3, False),
+        ("float32", 1, 1000, False),
+    ],
+)
+def test_few_rows_that_cancel_hold_roundings_of_larger_ones(dtype, rows, roundings, ok):
+    grad = np.random.default_rng(5).normal(size=(40, 16)).astype("f4")
+    grad[10:20] *= 1e-3
+    other = grad.copy()
+    largest = np.linalg.norm(grad, axis=1).max()
+    other[10 : 10 + rows, 0] += roundings * float(jnp.finfo(dtype).eps) * largest
+    found = judged(
+        grad, other, dtype, lambda: [grad] * 4, lambda: grad,
+        again=lambda: [other] * 4, gradient=True, together=True, unit=1.0,
+    )  # fmt: skip
+    assert (not found.differs) == ok, found
+
+
+def test_a_result_of_16_bits_that_is_nearly_one_value_loses_the_others():
+    """The kernel's gradient reads the rounded result, and the program's its weights."""
+
+    def loss(q, k, v):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
+        scores = jnp.where(jnp.tril(jnp.ones((32, 32), bool)), scores, -1e9)
+        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(q.dtype)
+        out = jnp.einsum("bnts,bsnh->btnh", weights, v)
+        return jnp.mean(out.astype(jnp.float32) ** 2)
+
+    keys = jax.random.split(jax.random.key(6), 6)[3:]
+    args = [jax.random.normal(k, (2, 32, 2, 16), jnp.bfloat16) for k in keys]
+    found = rewriter.verify(loss, grad=True, draws=1, implementation=FORCED)(*args)
+    assert found.report.sites[0].replaced
+    assert found.ok, found

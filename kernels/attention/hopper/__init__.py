@@ -62,9 +62,11 @@ if TYPE_CHECKING:
 OPERANDS = frozenset(
     {
         "q", "k", "v", "bias", "mask", "q_segments", "kv_segments", "kv_lengths",
-        "offset", "prefix", "alibi", "sinks",
+        "kv_positions", "first_position", "last_position", "offset", "prefix", "alibi",
+        "sinks",
     }
 )  # fmt: skip
+PLACES = frozenset({"kv_positions", "first_position", "last_position"})
 WIDEST = 256
 """Columns of a tensor core's product, and so the widest head."""
 
@@ -115,6 +117,10 @@ def _numbers(spec: Spec) -> Verdict:
     if spec.has("prefix") and spec.param("window", (None, None))[0] is not None:
         text = "the Hopper kernel takes a prefix where windows have no left end"
         found.append(no("prefix", text))
+    for name in sorted(PLACES & set(spec.operands)):
+        if jnp.iinfo(spec.dtype(name)).max > jnp.iinfo(jnp.int32).max:
+            text = f"{name} is {spec.dtype(name)}, and the Hopper kernel compares int32"
+            found.append(no("dtype", text))
     if (spec.param("softcap") or 1.0) <= 0:
         found.append(no("softcap", f"softcap is {spec.param('softcap')}, not positive"))
     return all_of(*found)

@@ -24,6 +24,7 @@ from rewriter.kernels.attention.hopper.terms import Terms, terms_of, transposed
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.kernels.attention.hopper.block_masks import Masks
     from rewriter.kernels.attention.hopper.use import Use
 
 
@@ -34,14 +35,12 @@ class Side:
     Attributes:
         problem: What is known while tracing.
         arrays: The kernel's arrays by name.
-        mask: The use's mask as these scores lie, bool [b|1, n|1, rows|1, columns|1].
-        segments: Those of rows and of columns.
+        masks: What hides columns from rows, as these scores lie.
     """
 
     problem: Problem
     arrays: dict[str, Any]
-    mask: Array | None
-    segments: tuple[Array, Array] | None
+    masks: Masks
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,10 @@ def inputs_of(
         extra_turned["row_terms"] = _padded(line, config, 0.0)
     of_keys, of_queries = _problems(use, terms, turned, config)
     named = use.tensors() | {"g": up} | rows | numbers
-    mask, pair = use.mask, use.segments
-    turned_mask = None if mask is None else mask.swapaxes(2, 3)
-    turned_pair = None if pair is None else pair[::-1]
+    masks = use.masks
     return Inputs(
-        with_reach(Side(of_keys, named | extra_turned, turned_mask, turned_pair)),
-        with_reach(Side(of_queries, named | extra, mask, pair)),
+        with_reach(Side(of_keys, named | extra_turned, masks.transposed)),
+        with_reach(Side(of_queries, named | extra, masks)),
         empty,
         delta,
     )
@@ -141,7 +138,7 @@ def with_reach(side: Side) -> Side:
     """Returns the inputs with a table of blocks that masks and segments let be seen."""
     p = side.problem
     reach = block_masks.table(
-        p.b, p.mask.t, p.mask.s, p.rows, p.block, side.mask, side.segments, p.group
+        p.b, p.mask.t, p.mask.s, p.rows, p.block, side.masks, p.group
     )
     if reach is None:
         return side

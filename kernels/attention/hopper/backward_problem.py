@@ -116,7 +116,7 @@ class Problem:
             ),
             programs=self.programs,
             work=tuple(
-                self.group * (1 if self.terms.segments else r.count) for r in ranges
+                self.group * (1 if self.terms.compares else r.count) for r in ranges
             ),
             claims=self.claimed and work_stealing.AVAILABLE,
         )

@@ -1,4 +1,4 @@
-"""Classifies blocks by segments and masks: skipped, whole or partly hidden.
+"""Classifies blocks by masks, segments and positions: skipped, whole or partly hidden.
 
 A block is skipped for a tile if no row sees any of its columns, and is whole if all
 rows see all of them. Both are computed before a kernel runs, as four integers a tile.
@@ -6,7 +6,10 @@ rows see all of them. Both are computed before a kernel runs, as four integers a
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -25,6 +28,82 @@ Classes = tuple["Array", "Array"]
 """Whether each tile sees some of a block, and all of it: bool [b|1, n|1, tiles|1,
 blocks|1].
 """
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What hides columns from rows, beside windows and lengths.
+
+    Attributes:
+        mask: bool [b|1, n|1, rows|1, columns|1].
+        segments: The segments of rows, int [b|1, rows], and of columns.
+        places: Positions of keys, int [b|1, s], and the first and the last one that
+            each query sees, int [b|1, t] each; None for no bound.
+        turned: Whether rows are keys, and columns queries.
+    """
+
+    mask: Array | None = None
+    segments: tuple[Array, Array] | None = None
+    places: tuple[Array, Array | None, Array | None] | None = None
+    turned: bool = False
+
+    @property
+    def transposed(self) -> Masks:
+        """The same where rows are columns."""
+        return Masks(
+            None if self.mask is None else self.mask.swapaxes(2, 3),
+            None if self.segments is None else self.segments[::-1],
+            self.places,
+            not self.turned,
+        )
+
+    def classes(self, tile: int, block: int, group: int) -> list[Classes]:
+        """Returns the classes of blocks by each of them.
+
+        Args:
+            tile: Rows of a tile.
+            block: Columns of a block.
+            group: Query heads of a tile.
+        """
+        found = []
+        if self.segments is not None:
+            found.append(of_segments(*self.segments, tile, block))
+        if self.places is not None and self.turned:
+            some, whole = of_places(*self.places, block, tile)
+            found.append((some.swapaxes(2, 3), whole.swapaxes(2, 3)))
+        elif self.places is not None:
+            found.append(of_places(*self.places, tile, block))
+        if self.mask is not None:
+            found.append(merged(of_mask(self.mask, tile, block), group))
+        return found
+
+
+def of_places(
+    positions: Array, first: Array | None, last: Array | None, tile: int, block: int
+) -> Classes:
+    """Returns the classes of blocks by positions that are data.
+
+    Only the least and the greatest number of tile and block are compared. If positions
+    are unordered, a block may count as seen although nothing in it is.
+
+    Args:
+        positions: int [b|1, s], those of keys.
+        first: int [b|1, t], the first position that each query sees; None for all.
+        last: int [b|1, t], the last one.
+        tile: Queries of a tile.
+        block: Keys of a block.
+    """
+    least, greatest = (x[:, None, None] for x in _ends(positions, block))
+    some, whole = [], []
+    if first is not None:
+        low, high = (x[:, None, :, None] for x in _ends(first, tile))
+        some.append(greatest >= low)
+        whole.append(least >= high)
+    if last is not None:
+        low, high = (x[:, None, :, None] for x in _ends(last, tile))
+        some.append(least <= high)
+        whole.append(greatest <= low)
+    return functools.reduce(operator.and_, some), functools.reduce(operator.and_, whole)
 
 
 def of_segments(rows: Array, columns: Array, tile: int, block: int) -> Classes:
@@ -113,8 +192,7 @@ def table(
     columns: int,
     tile: int,
     block: int,
-    mask: Array | None = None,
-    segments: tuple[Array, Array] | None = None,
+    masks: Masks,
     group: int = 1,
 ) -> Array | None:
     """Returns the `reach` table of a kernel, or None if positions alone decide.
@@ -125,17 +203,14 @@ def table(
         columns: Columns of scores.
         tile: Rows of a tile.
         block: Columns of a block.
-        mask: bool [b|1, n|1, rows|1, columns|1].
-        segments: The segments of rows, int [b|1, rows], and of columns.
+        masks: What hides columns from rows.
         group: Query heads of a tile.
     """
     tiles, blocks = -(-rows // tile), -(-columns // block)
-    if segments is None and (mask is None or blocks < FEW_BLOCKS):
+    compared = masks.segments is not None or masks.places is not None
+    if not compared and (masks.mask is None or blocks < FEW_BLOCKS):
         return None
-    found = [] if segments is None else [of_segments(*segments, tile, block)]
-    if mask is not None:
-        found.append(merged(of_mask(mask, tile, block), group))
-    return reach(found, b, tiles, blocks)
+    return reach(masks.classes(tile, block, group), b, tiles, blocks)
 
 
 def within(r: Range, start: Any, whole: Any, part: Any, end: Any) -> Range:

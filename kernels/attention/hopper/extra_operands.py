@@ -100,7 +100,9 @@ def extra_of(operands: Mapping[str, Any]) -> Extra:
         elif form != NUMBER:
             more[form] += 1
     segments = int("q_segments" in operands and "kv_segments" in operands)
-    rows, columns = (("rows" in lines) + segments, ("columns" in lines) + segments)
+    ends = sum(name in operands for name in ("first_position", "last_position"))
+    rows = ("rows" in lines) + segments + ends
+    columns = ("columns" in lines) + segments + ("kv_positions" in operands)
     return Extra(
         tuple(tables), rows + more[ROWS], columns + more[COLUMNS],
         "alibi" in operands, operands.get("score") is not None,

@@ -120,7 +120,7 @@ class _Problem:
             programs=self.config.programs,
             work=tuple(
                 1
-                if self.terms.segments
+                if self.terms.compares
                 else blocks_of(
                     self.mask, i * rows, rows, self.config.block_kv, self.mask.shift
                 ).count
@@ -206,7 +206,7 @@ def _named(p: _Problem, use: Use, extra: dict[str, Array]) -> dict[str, Array]:
     named |= {name: named[name].swapaxes(1, 2) for name in p.swapped}
     named |= pallas.assigned_tiles(p.order) | use.numbers() | extra
     found = block_masks.table(
-        p.b, *use.lengths, p.config.rows, p.config.block_kv, use.mask, use.segments
+        p.b, *use.lengths, p.config.rows, p.config.block_kv, use.masks
     )
     if found is not None:
         named["reach"] = found

@@ -1,4 +1,4 @@
-"""Operands that change scores beside positions: biases, masks, segments.
+"""Operands that change scores: biases, masks, segments, positions that are data.
 
 Biases and masks come in three forms. One varies along rows and columns, and is read in
 tiles. One varies along columns alone: a number for each key. One varies along rows
@@ -10,6 +10,7 @@ it is in the formula.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,17 @@ THERE = (NUMBER, LOOKED_UP)
 """Forms that are read from global memory, without a copy."""
 
 
+CONDITIONS = {
+    "row_segments": (operator.eq, "column_segments"),
+    "row_first": (operator.le, "column_places"),
+    "row_last": (operator.ge, "column_places"),
+    "column_first": (operator.le, "row_places"),
+    "column_last": (operator.ge, "row_places"),
+}
+"""Comparisons that hold where a row sees a column: names of the integers of both. A
+segment equals the key's, and the key's position is between a first and a last one."""
+
+
 @dataclass(frozen=True)
 class Part:
     """An array with a part for every block of scores.
@@ -75,8 +87,8 @@ class Terms:
 
     Attributes:
         parts: By name: "bias" and "mask" are tables, "row_terms" and "column_terms" are
-            addends, "row_segments" and "column_segments" are integers: equal ones see
-            each other. Others are what the function reads.
+            addends, and those of `CONDITIONS` are integers. Others are what the
+            function reads.
         slopes: Whether each head has a slope, which is multiplied with distances.
         sinks: Whether each head has a score that joins its rows' sums.
         hiding: Names of parts whose -inf hides.
@@ -102,9 +114,9 @@ class Terms:
         return bool(self.adding) or self.function is not None
 
     @property
-    def segments(self) -> bool:
-        """Whether there are segments."""
-        return "row_segments" in dict(self.parts)
+    def compares(self) -> bool:
+        """Whether there are segments, or positions that are data."""
+        return any(name in CONDITIONS for name, _ in self.parts)
 
     @property
     def hides(self) -> bool:
@@ -113,14 +125,14 @@ class Terms:
 
     @property
     def masks(self) -> bool:
-        """Whether there are masks or segments, and not biases alone."""
-        return bool(self.hiding) or self.segments or "mask" in dict(self.parts)
+        """Whether something hides keys: not biases alone."""
+        return bool(self.hiding) or self.compares or "mask" in dict(self.parts)
 
     @property
     def whole_rows(self) -> bool:
         """Whether masks hide only whole rows, the same ones in all heads."""
         thin = dict(self.parts).get("row_terms")
-        alone = self.hiding == {"row_terms"} and not self.segments
+        alone = self.hiding == {"row_terms"} and not self.compares
         return alone and "mask" not in dict(self.parts) and not (thin and thin.heads)
 
     def copies(self, warpgroups: int) -> int:
@@ -238,20 +250,28 @@ class Terms:
             scores = scores + wide
             if hides:
                 scores = jnp.where(wide == -jnp.inf, -jnp.inf, scores)
-        if part and self.segments:
-            scores = self._within_segments(scores, memory, slot, warpgroup)
+        if part and self.compares:
+            scores = self._where_conditions_hold(scores, memory, slot, warpgroup)
         return scores
 
-    def _within_segments(
+    def _where_conditions_hold(
         self, scores: Array, memory: Mapping[str, Any], slot: Any, warpgroup: Any
     ) -> Array:
-        """Returns scores with -inf where row and column differ in segment."""
-        rows = pallas.loaded(memory["row_segments"].at[slot, warpgroup], pallas.ROWS)
-        columns = pallas.loaded(memory["column_segments"].at[slot], pallas.COLUMNS)
-        rows, columns = (
-            pallas.along(rows, scores.shape), pallas.across(columns, scores.shape)
-        )  # fmt: skip
-        return jnp.where(rows == columns, scores, -jnp.inf)
+        """Returns scores with -inf where segments or positions hide a column."""
+        given, shape = dict(self.parts), scores.shape
+
+        def spread(name: str) -> Array:
+            if given[name].form == ROWS:
+                line = pallas.loaded(memory[name].at[slot, warpgroup], pallas.ROWS)
+                return pallas.along(line, shape)
+            line = pallas.loaded(memory[name].at[slot], pallas.COLUMNS)
+            return pallas.across(line, shape)
+
+        for name, (holds, of_keys) in CONDITIONS.items():
+            if name in given:
+                sees = holds(spread(name), spread(of_keys))
+                scores = jnp.where(sees, scores, -jnp.inf)
+        return scores
 
 
 @dataclass(frozen=True)
@@ -277,6 +297,9 @@ def terms_of(
     mask: Array | None = None,
     q_segments: Array | None = None,
     kv_segments: Array | None = None,
+    kv_positions: Array | None = None,
+    first_position: Array | None = None,
+    last_position: Array | None = None,
     alibi: Array | None = None,
     sinks: Array | None = None,
     score: Score | None = None,
@@ -291,14 +314,25 @@ def terms_of(
         mask: bool [b|1, n|1, t|1, s|1].
         q_segments: int [b|1, t].
         kv_segments: int [b|1, s]; segments count if both are there.
+        kv_positions: int [b|1, s].
+        first_position: int [b|1, t]; a query sees keys at positions from it on.
+        last_position: int [b|1, t]; it sees those up to this one.
         alibi: float [n].
         sinks: float [n].
         score: A function of scores.
         **read: What it reads: arrays [b|1, n|1, t|1, s|1], and tables [b|1, n|1, r].
     """
     arrays, hiding, adding = _added(t, s, bias, mask)
-    if q_segments is not None and kv_segments is not None:
-        for name, x in (("row_segments", q_segments), ("column_segments", kv_segments)):
+    pairs = [("row_segments", q_segments), ("column_segments", kv_segments)]
+    if q_segments is None or kv_segments is None:
+        pairs = []
+    pairs += [
+        ("column_places", kv_positions),
+        ("row_first", first_position),
+        ("row_last", last_position),
+    ]
+    for name, x in pairs:
+        if x is not None:
             arrays[name] = x.astype(jnp.int32)[:, None]
     parts = tuple((name, _part(name, x)) for name, x in arrays.items())
     parts += tuple((name, _read_part(name, x)) for name, x in read.items())
@@ -446,5 +480,7 @@ def transposed(
 _TURNED = {
     ROWS: COLUMNS, COLUMNS: ROWS,
     "row_terms": "column_terms", "column_terms": "row_terms",
-    "row_segments": "column_segments", "column_segments": "row_segments",
+    "row_segments": "column_segments", "column_places": "row_places",
+    "column_segments": "row_segments", "row_first": "column_first",
+    "row_last": "column_last",
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.hopper.block_masks import Masks
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper.config import EDGE
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Heads
     from rewriter.ops.score import Score
 
-EXTRA = ("bias", "mask", "q_segments", "kv_segments", "alibi", "sinks", "score")
+EXTRA = (
+    "bias", "mask", "q_segments", "kv_segments", "kv_positions", "first_position",
+    "last_position", "alibi", "sinks", "score",
+)  # fmt: skip
 """What changes scores beside positions."""
 
 
@@ -45,6 +49,9 @@ class Use:
         mask: bool [b|1, n|1, t|1, s|1].
         q_segments: int [b|1, t].
         kv_segments: int [b|1, s].
+        kv_positions: int [b|1, s]; what the next two are compared with.
+        first_position: int [b|1, t]; keys at positions before it are not seen.
+        last_position: int [b|1, t]; those behind it are not.
         kv_lengths: int [b|1].
         offset: int [b|1].
         prefix: int [b|1]; keys before it are seen whatever the window, which then has
@@ -74,6 +81,9 @@ class Use:
     mask: Array | None = None
     q_segments: Array | None = None
     kv_segments: Array | None = None
+    kv_positions: Array | None = None
+    first_position: Array | None = None
+    last_position: Array | None = None
     kv_lengths: Array | None = None
     offset: Array | None = None
     prefix: Array | None = None
@@ -134,10 +144,15 @@ class Use:
         return {name: x for name, x in given.items() if x is not None}
 
     @property
-    def segments(self) -> tuple[Array, Array] | None:
-        """The segments of queries and of keys, if both are present."""
+    def masks(self) -> Masks:
+        """What hides keys, beside the window and the numbers of `numbers`."""
         pair = self.q_segments, self.kv_segments
-        return None if pair[0] is None or pair[1] is None else pair
+        ends = self.first_position, self.last_position
+        return Masks(
+            self.mask,
+            None if pair[0] is None or pair[1] is None else pair,
+            (self.kv_positions, *ends) if any(x is not None for x in ends) else None,
+        )
 
     def numbers(self) -> dict[str, Array]:
         """Returns what is known of positions at run time, int32 [b] each, by name."""

@@ -102,7 +102,8 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
             return
         find.cache[NAME] = failed + 1
         before = len(find.found)
-        yield from _around(find, anchor, products, pv, side)
+        whole = refusal is not None and refusal.code == "empty_rows"
+        yield from _around(find, anchor, products, pv, side, whole)
         if len(find.found) > before:
             find.cache[NAME] = failed
             return
@@ -139,12 +140,17 @@ def _are_weights(find: Finder, value: int, anchor: Node, products: list[Node]) -
 
 
 def _around(
-    find: Finder, anchor: Node, products: list[Node], pv: Node, side: int
+    find: Finder, anchor: Node, products: list[Node], pv: Node, side: int, whole: bool
 ) -> Iterator[Reading]:
-    """Readings of one product of weights and values, by each product of scores."""
+    """Readings of one product of weights and values, by each product of scores.
+
+    With `whole` masks are part of the function, which then says what each row gives.
+    """
     miss: Refused | None = None
     for product in products:
         candidates = _candidates(find, anchor, product)
+        if whole:
+            candidates = _unmasked(find, anchor, product)
         for scored in candidates:
             for value in later_forms(find, pv):
                 known = find.found.get((GENERAL, value))
@@ -274,6 +280,14 @@ def _candidates(find: Finder, anchor: Node, product: Node) -> list[int]:
     if graph.node_of(value) is product:
         return []
     return list(dict.fromkeys((value, whole)))
+
+
+def _unmasked(find: Finder, anchor: Node, product: Node) -> list[int]:
+    """The function's result with masks in it; empty if there is no function."""
+    core = find.below(frozenset(product.outs), anchor.outs[0])
+    value = anchor.ins[0]
+    found = _unshifted(find, value, core) if value in core else product.outs[0]
+    return [] if find.graph.node_of(found) is product else [found]
 
 
 def _unshifted(find: Finder, value: int, core: frozenset[int]) -> int:

@@ -16,6 +16,7 @@ from rewriter.patterns.attention.functions.candidate import (
     zero_products,
 )
 from rewriter.patterns.attention.functions.equations import Function
+from rewriter.patterns.attention.operands import LOUD
 from rewriter.patterns.attention.result import require_readable, result_form
 from rewriter.patterns.attention.softmax import Softmax, softmax_parts
 from rewriter.program.graph import Node
@@ -103,14 +104,20 @@ class SoftmaxRegion(Candidate):
         return self.weighed_sum(ev, form, args, parts, bias), leaf
 
     def _require_one_meaning(self, softmax: Softmax, function: Function) -> None:
-        """Refuses a row of nothing but -inf, where the program may give a number.
+        """Refuses a row of nothing but -inf, or of large fills, where results differ.
 
-        A kernel gives NaN there. So does a softmax, unless something behind the
-        function guards it.
+        A kernel gives NaN for nothing but -inf. So does a softmax, unless something
+        behind the function guards it. A kernel's weights add up to 1. Those of
+        `exp(s - logsumexp(s))` do not where fills take the digits of the logarithm.
 
         Raises:
-            Refused: If the function may be infinite, and there is a guard.
+            Refused: If the function may be infinite, and there is a guard. If it may be
+                large, and there is a logarithm.
         """
+        logs = any(node.prim in ("log", "log1p") for node in self._behind())
+        if logs and self.find.largest_number(self.scored) >= LOUD:
+            text = "a row of large fills rounds the logarithm of its weights' sum away"
+            raise Refused("rows", text, score=0.7)
         parts = softmax.parts
         guarded = parts.sink or parts.drop_flag != TRUE or parts.zero_rows
         guarded = guarded or any(map(self._guards, self._behind()))

@@ -13,13 +13,12 @@ from rewriter.algebra.canonicalize.congruence import congruent_atom
 from rewriter.algebra.canonicalize.constant_values import Constants
 from rewriter.algebra.canonicalize.constants import FOLD
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
-from rewriter.algebra.canonicalize.exact_values import (
-    with_wraps,
-)
+from rewriter.algebra.canonicalize.exact_values import with_wraps
 from rewriter.algebra.canonicalize.intervals import held_by, interval, within
 from rewriter.algebra.canonicalize.layout import Layout, is_slice
 from rewriter.algebra.canonicalize.loop_bodies import Loops
 from rewriter.algebra.canonicalize.loops import LoopForms
+from rewriter.algebra.canonicalize.modular import exact_sum
 from rewriter.algebra.canonicalize.numbers import (
     cast_choice,
     from_the_end,
@@ -109,6 +108,7 @@ class Evaluator(Layout, LoopForms, Constants):
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
+        self.given_names = frozenset(self.names)
         self.inside, self.usable, self.expand_all = inside, usable, expand_all
         self.soft_fills, self.full_sides = soft_fills, full_sides
         self.in_pieces, self.whole_sides = in_pieces, whole_sides
@@ -249,7 +249,7 @@ class Evaluator(Layout, LoopForms, Constants):
             row = mode == FULL and self.g.dtype(value) == bool
             ok = row or self.expand_all or value in self.inside
         elif prim == "scan" and sliced(self.g, value, MOVING) is not None:
-            return node if self._has_operands(node) else None
+            return node if self.has_operands(node) else None
         elif mode == LAYOUT:
             ok = (
                 prim in LAYOUT_PRIMITIVES
@@ -280,9 +280,9 @@ class Evaluator(Layout, LoopForms, Constants):
             )
         if not ok:
             return None
-        return node if self._has_operands(node) else None
+        return node if self.has_operands(node) else None
 
-    def _has_operands(self, node: Node) -> bool:
+    def has_operands(self, node: Node) -> bool:
         """Whether what an equation reads is available where the replacement stands."""
         return not self.usable or all(self._is_available(i) for i in node.ins)
 
@@ -363,6 +363,10 @@ class Evaluator(Layout, LoopForms, Constants):
                 return known
             form = rule(self, node, args, mode)
         sums = mode == FULL and node.prim in ("add", "sub") and not self.ideal
+        if sums and self.is_side(value):
+            whole = exact_sum(self, value, args)
+            if whole is not None:
+                return whole
         if sums and self.by_wraps and self.is_side(value):
             wrapped = with_wraps(self.alg, form, self.g.dtype(value))
             if wrapped is not None:

@@ -366,7 +366,7 @@ def test_an_ordinary_program_runs_on_it() -> None:
     )
     for fn in (causal, step, jax.vmap(causal)):
         args = [x[None] for x in (q, k, v)] if fn not in (causal, step) else (q, k, v)
-        fast = rewriter.optimize(fn, implementation="cudnn")
+        fast = rewriter.optimize(fn, implementation={"attention": "cudnn"})
         (site,) = fast.report(*args).sites
         assert site.kernel == "cudnn"
         assert "cudnn" in fast.lower(*args).as_text().lower()

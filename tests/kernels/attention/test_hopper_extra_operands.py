@@ -17,6 +17,7 @@ from rewriter.kernels.attention.hopper import (
     terms,
 )
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
+from rewriter.kernels.attention.hopper.block_masks import Masks
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import Tiles
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
@@ -116,6 +117,10 @@ FORMS: dict[str, dict[str, Any]] = {
         "q_segments": ((1, 130), "int32"), "kv_segments": ((2, 200), "int32"),
         "alibi": ((2,), "float32"),
     },
+    "positions": {
+        "kv_positions": ((2, 200), "int32"), "first_position": ((1, 130), "int32"),
+        "last_position": ((2, 130), "int32"),
+    },
 }  # fmt: skip
 
 
@@ -158,12 +163,31 @@ def test_blocks_that_segments_leave_against_a_table() -> None:
     for t, s, *cut in ((300, 260, 64, 32), (100, 500, 128, 64), (1, 70, 192, 32)):
         for draw in (packed, shuffled, apart):
             q, k = draw(t), draw(s)
-            table = np.asarray(block_masks.table(2, t, s, *cut, segments=(q, k)))
+            table = np.asarray(block_masks.table(2, t, s, *cut, Masks(segments=(q, k))))
             for window, shift in (((None, None), 0), (CAUSAL, 40), ((30, 5), -9)):
                 given = {"window": window, "shift": shift}
                 seen = visible(t, s, q_segments=q, kv_segments=k, **given)
                 mask = Mask(t, s, *window, shift, more=True)
                 check(mask, seen, seen, table, cut)
+
+
+def test_blocks_that_positions_leave_against_a_table() -> None:
+    """Both ways: tiles of queries, and tiles of keys."""
+    random = np.random.default_rng(0)
+    t, s, cut = 300, 260, (64, 32)
+    ordered = lambda n: np.sort(random.integers(0, 300, (2, n)), 1).astype(np.int32)
+    restart = lambda n: (np.arange(2 * n).reshape(2, n) % 90).astype(np.int32)
+    for draw in (ordered, restart):
+        keys, at = draw(s), draw(t)
+        for ends in ((at - 40, at), (None, at), (at, None), (at, at), (at, at - 1)):
+            names = dict(zip(("first_position", "last_position"), ends, strict=True))
+            seen = np.asarray(visible(t, s, kv_positions=keys, **names))
+            masks = Masks(places=(keys, *ends))
+            table = np.asarray(block_masks.table(2, t, s, *cut, masks))
+            check(Mask(t, s, more=True), seen, seen, table, cut)
+            seen = seen.swapaxes(2, 3)
+            table = np.asarray(block_masks.table(2, s, t, *cut, masks.transposed))
+            check(Mask(s, t, more=True), seen, seen, table, cut)
 
 
 @pytest.mark.parametrize("form", [(2, 3, 150, 300), (1, 3, 1, 300), (2, 1, 150, 1)])
@@ -173,33 +197,38 @@ def test_blocks_that_masks_leave_against_a_table(form: tuple[int, ...]) -> None:
     mask, cut = Mask(150, 300, more=True), (64, 32)
     for seen in (near, np.random.default_rng(0).random(form) < 0.9):
         wide = np.broadcast_to(seen, (*form[:2], 150, 300))
-        table = np.asarray(block_masks.table(form[0], 150, 300, *cut, seen))
+        table = np.asarray(block_masks.table(form[0], 150, 300, *cut, Masks(seen)))
         check(mask, wide, wide, table, cut)
         of_all = np.asarray(
-            block_masks.table(form[0], 150, 300, *cut, seen, group=form[1])
+            block_masks.table(form[0], 150, 300, *cut, Masks(seen), group=form[1])
         )
         check(mask, wide.any(1)[:, None], wide.all(1)[:, None], of_all, cut)
 
 
 def test_masks_of_few_blocks_are_read_whole() -> None:
-    assert block_masks.table(1, 150, 200, 64, 32, np.ones((1, 1, 1, 200), bool)) is None
     assert (
-        block_masks.table(1, 150, 300, 64, 32, np.ones((1, 1, 1, 300), bool))
+        block_masks.table(1, 150, 200, 64, 32, Masks(np.ones((1, 1, 1, 200), bool)))
+        is None
+    )
+    assert (
+        block_masks.table(1, 150, 300, 64, 32, Masks(np.ones((1, 1, 1, 300), bool)))
         is not None
     )
 
 
 def test_packed_segments_read_their_own_blocks() -> None:
     ids = np.repeat(np.arange(4, dtype=np.int32), 1024)[None]
-    table = np.asarray(block_masks.table(1, 4096, 4096, 128, 128, segments=(ids, ids)))
+    table = np.asarray(
+        block_masks.table(1, 4096, 4096, 128, 128, Masks(segments=(ids, ids)))
+    )
     np.testing.assert_array_equal(table[0, 0, 9], [8, 8, 16, 16])
     later = np.roll(ids, -64, 1)
     table = np.asarray(
-        block_masks.table(1, 4096, 4096, 128, 128, segments=(later, ids))
+        block_masks.table(1, 4096, 4096, 128, 128, Masks(segments=(later, ids)))
     )
     np.testing.assert_array_equal(table[0, 0, 7], [0, 16, 16, 16])
     causal = np.tril(np.ones((1, 1, 1024, 1024), bool))
-    table = np.asarray(block_masks.table(1, 1024, 1024, 128, 64, causal))
+    table = np.asarray(block_masks.table(1, 1024, 1024, 128, 64, Masks(causal)))
     np.testing.assert_array_equal(table[0, 0, 5], [0, 0, 10, 12])
 
 

@@ -70,6 +70,20 @@ WIDE: dict[str, Case] = {
         (2, 2500, 2500, 4, 2, 128, 128), {"segments": "packed", "window": CAUSAL},
         None, BackwardTiles(),
     ),
+    "window of data": (
+        (2, 2500, 2500, 4, 2, 128, 128), {"positions": (600, 5)},
+        None, BackwardTiles(),
+    ),
+    "positions that restart": (
+        (2, 700, 900, 4, 2, 64, 64),
+        {"positions": (200, 0), "period": 300, "segments": "packed",
+         "empty_rows": "zero"},
+        None, BackwardTiles(64, 64, 2, claimed=True),
+    ),
+    "last positions, width of 256": (
+        (1, 300, 420, 2, 2, 256, 256), {"positions": (None, 0), "alibi": (2,)},
+        None, BackwardTiles(64, 32, divided=True),
+    ),
     "slopes": (
         (2, 700, 700, 4, 4, 64, 64), {"alibi": (4,), "window": CAUSAL},
         None, BackwardTiles(64, 128, 2),

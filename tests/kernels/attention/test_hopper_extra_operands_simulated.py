@@ -73,6 +73,22 @@ CASES: dict[str, Case] = {  # b, t, s, n, heads of k, h, e; drawn and given; con
         {"segments": "shuffled", "window": (50, 20), "empty_rows": "mean"},
         Tiles(64, 2, 3, 3), BackwardTiles(64, 64, 2, 3, 3),
     ),
+    "window of data": (
+        (2, 200, 260, 2, 1, 32, 32), {"positions": (60, 5)},
+        Tiles(64, 2, 3, 3), BackwardTiles(64, 64, 2, 2, 3),
+    ),
+    "positions that restart": (
+        (2, 150, 260, 2, 2, 32, 32),
+        {"positions": (40, 0), "period": 90, "segments": "packed",
+         "empty_rows": "zero", "softcap": 3.0},
+        Tiles(32, 2, 2, 3), BackwardTiles(64, 64, 2, 2, 3),
+    ),
+    "last positions alone": (
+        (1, 130, 150, 2, 1, 32, 32),
+        {"positions": (None, 0), "bias": ((1, 2, 130, 150), "float32"),
+         "empty_rows": "mean", "kv_lengths": (120,)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
     "segments of their own": (
         (1, 150, 260, 2, 2, 32, 32), {"segments": "apart", "empty_rows": "zero"},
         Tiles(32, 2, 2, 3), BackwardTiles(64, 64, 2, 2, 3),
@@ -153,12 +169,12 @@ def drawn(case: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
         made["mask"] = np.broadcast_to(near, form)
     if "segments" in case:
         made |= segments(case.pop("segments"), random, (b, t), (b, s))
-    for name in ("alibi", "sinks"):
-        if name in case:
-            made[name] = random.uniform(0.1, 1.0, case.pop(name)).astype(np.float32)
-    for name in ("kv_lengths", "offset"):
-        if name in case:
-            made[name] = np.asarray(case.pop(name), np.int32)
+    if "positions" in case:
+        made |= positions(random, t, s, *case.pop("positions"), case.pop("period", 999))
+    for name in sorted({"alibi", "sinks"} & case.keys()):
+        made[name] = random.uniform(0.1, 1.0, case.pop(name)).astype(np.float32)
+    for name in sorted({"kv_lengths", "offset"} & case.keys()):
+        made[name] = np.asarray(case.pop(name), np.int32)
     return made | case
 
 
@@ -170,6 +186,20 @@ def segments(
     if kind == "packed":
         q, k = np.sort(q, 1), np.sort(k, 1)
     return {"q_segments": q + 9 * (kind == "apart"), "kv_segments": k}
+
+
+def positions(
+    random: np.random.Generator, t: int, s: int, left: Any, right: int, period: int
+) -> dict[str, Array]:
+    """A window around each query, among keys of some slots in turned order."""
+    keys = (np.roll(np.arange(s), random.integers(0, s))[None] % period).astype("int32")
+    at = (np.arange(t)[None] + s - t - 3).astype("int32") % period
+    ends = {"last_position": at + right}
+    if left is not None:
+        ends["first_position"] = at - random.integers(left // 2, left, (1, t)).astype(
+            "int32"
+        )
+    return {"kv_positions": keys, **ends}
 
 
 def wanted(q: Any, k: Any, v: Any, up: Any, given: dict[str, Any]) -> dict[str, Any]:
