@@ -12,7 +12,6 @@ from jax._src import config, core, linear_util
 from jax._src.state.types import AbstractRef
 from jax.interpreters import partial_eval
 
-from rewriter._jax.lean_trace import LeanTrace, traced
 from rewriter._jax.types import explicit_mesh, weakly_typed
 
 
@@ -37,11 +36,6 @@ def _traced(
         avals: The types of all arguments; a loop may read and write a reference.
     """
     info = core.DebugInfo("rewriter", fn.__name__, ("",) * len(avals), None)
-    if not any(isinstance(a, AbstractRef) for a in avals):
-        trace = LeanTrace(info, parent_trace=core.trace_ctx.trace)
-        results = lambda *a: jax.tree.leaves(fn(*a))
-        jaxpr, consts = traced(trace, info, results, list(map(jax.typeof, structs)))
-        return jex_core.ClosedJaxpr(jaxpr, consts)
     flat = linear_util.wrap_init(lambda *a: jax.tree.leaves(fn(*a)), debug_info=info)
     pairs = zip(avals, structs, strict=True)
     ins = [a if isinstance(a, AbstractRef) else jax.typeof(s) for a, s in pairs]

@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-from jax._src import config, core
+from jax._src import config, core, source_info_util
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace, TracebackScope
 
 from rewriter._jax.calls import CALLS, call_body
-from rewriter._jax.lean_trace import LeanTrace, traced
 from rewriter._jax.meshes import trace_flat
 from rewriter._jax.values import consts_of, is_literal
 
 
-class _Trace(LeanTrace):
+class _Trace(DynamicJaxprTrace):
     """A trace in which equations are typed as outside of `jax.disable_jit`.
 
     JAX keeps the types of results apart for each setting. The user's program, which is
@@ -40,12 +40,18 @@ def trace_without_calls(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     info = core.DebugInfo("rewriter", fn.__name__, ("",) * len(structs), ("",))
     trace = _Trace(info, parent_trace=core.trace_ctx.trace)
-
-    def code(*arrays: Any) -> list[Any]:
-        with jax.disable_jit():
-            return [fn(*arrays)]
-
-    jaxpr, consts = traced(trace, info, code, list(map(jax.typeof, structs)))
+    with (
+        core.ensure_no_leaks(trace),
+        source_info_util.reset_name_stack(),
+        TracebackScope(),
+    ):
+        here = source_info_util.current()
+        ins = [trace.new_arg(jax.typeof(s), source_info=here) for s in structs]
+        with core.set_current_trace(trace), jax.disable_jit():
+            result = fn(*ins)
+        outs = [trace.to_jaxpr_tracer(result, source_info=here)]
+        jaxpr, consts = trace.frame.to_jaxpr(trace, outs, info, here)
+        del trace, ins, result, outs
     return jex_core.ClosedJaxpr(jaxpr, consts)
 
 
