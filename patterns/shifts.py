@@ -327,21 +327,32 @@ def _of_axes(row: Row, atom: int, seen: frozenset[int]) -> Largest:
     _, value, args = alg.defs[atom]
     node = ev.g.node_of(value)
     at, bound = ev.before_reduction(node, args[: len(ev.g.shape(value))])
+    return _over_positions(row, node.ins[0], at, frozenset(bound), seen)
 
-    def of(at: tuple[Index, ...], over: frozenset[int]) -> Largest:
-        try:
-            found = _largest(row, ev.poly(node.ins[0], at), seen)
-        except NeedSplit as need:
-            if need.index not in over:
-                raise
-            each = (
-                of(ev.cut(at, {need.index: i}), over - {need.index} | {piece} - {None})
-                for piece, i in pieces(alg, need)
+
+def _over_positions(
+    row: Row,
+    value: int,
+    at: tuple[Index, ...],
+    over: frozenset[int],
+    seen: frozenset[int],
+) -> Largest:
+    """What is known of the maximum of a value over some indices, piece by piece."""
+    ev = row.ev
+    try:
+        found = _largest(row, ev.poly(value, at), seen)
+    except NeedSplit as need:
+        if need.index not in over:
+            raise
+        rest = over - {need.index}
+        each = (
+            _over_positions(
+                row, value, ev.cut(at, {need.index: i}), rest | {piece} - {None}, seen
             )
-            return functools.reduce(_both, each)
-        return _over(found, over)
-
-    return of(at, frozenset(bound))
+            for piece, i in pieces(row.alg, need)
+        )
+        return functools.reduce(_both, each)
+    return _over(found, over)
 
 
 def _over(found: Largest, over: frozenset[int]) -> Largest:

@@ -11,9 +11,9 @@ Must hold  values are the array that the keys begin with, at the same positions,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
-from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
+from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, is_local
 from rewriter.algebra.normal_form import TRUE, Algebra, Index, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
@@ -22,6 +22,7 @@ from rewriter.patterns.attention import read
 from rewriter.patterns.attention.read import ANCHORS, DOT, STEPS
 from rewriter.patterns.quantized.operands import readings
 from rewriter.program.graph import Node
+from rewriter.program.walk import equations_above, values_above
 
 NAME = "latent_attention"
 LAYOUT = LAYOUT_PRIMITIVES | TRANSPARENT
@@ -40,11 +41,31 @@ Atom = tuple[object, tuple[Index, ...]]
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of latent attention around an exponential."""
-    scores = [i for n in find.regions.above(anchor.ins[0], DOT) for i in n.ins[:2]]
+    products = find.regions.above(anchor.ins[0], DOT)
+    scores = [i for n in products for i in n.ins[:2]]
+    made = {v for n in products for v in n.outs}
     below = find.regions.below(anchor.outs[0], DOT)
-    values = [n.ins[1 - side] for n, side in below]
+    values = [
+        n.ins[1 - side]
+        for n, side in below
+        if _are_weights(find, anchor, n.ins[side], made)
+    ]
     if not _sources(find, scores).isdisjoint(_sources(find, values)):
         yield from readings(find, anchor, NAME, read.propose, latent)
+
+
+def _are_weights(find: Finder, anchor: Node, value: int, scores: Set[int]) -> bool:
+    """Whether a value is made of products by the exponential alone.
+
+    A gradient's is not: it also holds the product of the cotangent and the values.
+    """
+    goes_on = lambda node: is_local(node) and node.prim not in ANCHORS
+    for node in equations_above(find.graph, [value], goes_on):
+        if node.prim in DOT and not is_local(node) and scores.isdisjoint(node.outs):
+            sums = values_above(find.graph, node.ins, find.local, most=NEAR)
+            if anchor.outs[0] not in sums:
+                return False
+    return True
 
 
 def _sources(find: Finder, values: Sequence[int]) -> set[int]:

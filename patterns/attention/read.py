@@ -316,10 +316,11 @@ def _evaluator(
     scores = frozenset(n.outs[0] for n in parts.scores)
     products = frozenset(n.outs[0] for n, _ in parts.products)
     factors = ((n.outs[0], k) for n, k in parts.products)
+    regions = find.regions  # the search itself would be a cycle: it holds what it found
 
     def from_scores(v: int) -> bool:
         return bool(parts.scans) or any(
-            find.regions.depends(v, score, 120) for score in scores
+            regions.depends(v, score, 120) for score in scores
         )
 
     return find.evaluator(

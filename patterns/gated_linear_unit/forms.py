@@ -15,18 +15,17 @@ def contractions(alg: Algebra, p: Poly) -> list[int]:
 def every(alg: Algebra, p: Poly) -> list[int]:
     """All atoms of a form, except those inside contractions."""
     out: dict[int, None] = {}
-
-    def visit(atom: int) -> None:
-        if atom in out:
-            return
-        out.setdefault(atom)
-        if alg.kind(atom) != "sum":
-            for inner in alg.children(atom):
-                visit(inner)
-
-    for flag, mono in p:
-        for a in (*(a for a, _ in mono), *alg.bools[flag][0]):
-            visit(a)
+    stack = [
+        a
+        for flag, mono in reversed(p)
+        for a in reversed((*(a for a, _ in mono), *alg.bools[flag][0]))
+    ]
+    while stack:
+        atom = stack.pop()
+        if atom not in out:
+            out[atom] = None
+            if alg.kind(atom) != "sum":
+                stack += reversed([*alg.children(atom)])
     return list(out)
 
 

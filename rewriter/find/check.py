@@ -19,6 +19,7 @@ from rewriter import _jax
 from rewriter.algebra.canonicalize import Evaluator, NeedSplit, kind_of
 from rewriter.algebra.emit import Emitter
 from rewriter.algebra.normal_form import OverBudget
+from rewriter.find.plain_code import plain_code
 from rewriter.find.reading import Operand, Reading, Refused, leaves_of, unproved
 from rewriter.find.recomputable import require_own
 from rewriter.find.reference import referenced
@@ -91,8 +92,24 @@ def replacement_forms(
     operands' layout, the op and the result's layout are all part of the check.
     """
     names = leaves_of(reading)
-    avals = [graph.avals[v] for v in names]
     params = {**reading.params, **reading.check_params}
+    reading.code, operands = plain_code(
+        graph, op, reading, names, params
+    ) or _traced_code(graph, op, reading, names, params)
+    ev, (out,) = traced_forms(Graph(reading.code), reading, names, reading.evaluator)
+    spec = spec_of(op, operands, dict(reading.params))
+    return spec, lambda args: ev.poly(out, args)
+
+
+def _traced_code(
+    graph: Graph,
+    op: Op,
+    reading: Reading,
+    names: Sequence[int],
+    params: Mapping[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """The traced code of a reading, and what the op's operands are like in it."""
+    avals = [graph.avals[v] for v in names]
     seen: dict[str, Any] = {}
 
     def reference(**given: Any) -> jax.Array:
@@ -111,10 +128,7 @@ def replacement_forms(
             params,
         )
 
-    reading.code = _jax.trace_flat(code, avals)
-    ev, (out,) = traced_forms(Graph(reading.code), reading, names, reading.evaluator)
-    spec = spec_of(op, seen, dict(reading.params))
-    return spec, lambda args: ev.poly(out, args)
+    return _jax.trace_flat(code, avals), seen
 
 
 def traced_forms(

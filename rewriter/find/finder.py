@@ -340,6 +340,10 @@ class Finder:
 
     def largest_number(self, value: int, limit: int = 60) -> float:
         """The largest number in a value's computation, perhaps infinity."""
+        find = functools.partial(self._largest_number, value, limit)
+        return self.graph.known(f"largest of {limit}", value, find)
+
+    def _largest_number(self, value: int, limit: int) -> float:
         found, seen, queue = 0.0, {value}, [value]
         while queue and len(seen) < limit:
             current = queue.pop(0)

@@ -140,6 +140,7 @@ def _affected(op: Op, spec: Spec) -> list[str]:
     return [n for n in names if jnp.dtype(spec.dtype(n)).itemsize > NARROW]
 
 
+@functools.cache
 def _takes_precision(op: Op) -> bool:
     taken = inspect.signature(op.reference, follow_wrapped=False).parameters
     return PARAM in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values())

@@ -21,11 +21,26 @@ Operands = Mapping[str, jax.Array]
 
 def referenced(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
     """Calls an op's reference, by a cached trace for operands of these shapes."""
-    try:
-        program = _reference_of(*_key(op, operands, params))
-    except (TypeError, _HoldsArrays):
+    program = reference_program(op, operands, params)
+    if program is None:
         return op.reference(**operands, **params)
     return _jax.inlined(program, list(operands.values()))[0]
+
+
+def reference_program(
+    op: Op, operands: Operands, params: Mapping[str, Any]
+) -> ClosedJaxpr | None:
+    """The cached trace of an op's reference; None if it cannot be kept.
+
+    Args:
+        op: The op.
+        operands: Arrays, or what they are like. Inputs are in their order.
+        params: The op's parameters.
+    """
+    try:
+        return _reference_of(*_key(op, operands, params))
+    except (TypeError, _HoldsArrays):
+        return None
 
 
 def result_of(

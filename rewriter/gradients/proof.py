@@ -139,8 +139,10 @@ def _candidates(
     reached = below(graph, cotangent)
     moving = linear(graph, reached, stops)
     barred = foreign | _constants_of_others(graph, match)
-    cones = _cones(graph, match, reached, stops, moving, barred)
-    joined = shares(graph, reached, moving, stops)
+    known = Cones(graph, stops, barred)
+    cones = _cones(graph, match, reached, known, moving)
+    pure = Cones(graph, stops) if barred else known
+    joined = shares(graph, reached, moving, pure)
     if joined is not None:
         stops |= joined.foreign
     return _Candidates(reached, stops, cones, joined)
@@ -199,9 +201,8 @@ def _cones(
     graph: Graph,
     match: Match,
     reached: Sequence[int],
-    stops: frozenset[int],
+    cones: Cones,
     moving: Set[int],
-    barred: Set[int],
 ) -> dict[int, frozenset[int]]:
     """The cones of values with a leaf's shape that depend only on the stops.
 
@@ -210,11 +211,10 @@ def _cones(
     over are such arrays. Behind them are the gradients of earlier layers.
     """
     shapes = {graph.shape(v) for _, v in match.leaves}
-    cones = Cones(graph, stops, barred)
     found = {
         v: cones.of(v)
         for v in reached
-        if v in moving and v not in stops and graph.shape(v) in shapes
+        if v in moving and v not in cones.stops and graph.shape(v) in shapes
     }
     return {v: inside for v, inside in found.items() if inside is not None}
 

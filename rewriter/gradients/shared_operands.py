@@ -39,7 +39,7 @@ class Shares:
 
 
 def shares(
-    graph: Graph, reached: Sequence[int], moving: Set[int], stops: frozenset[int]
+    graph: Graph, reached: Sequence[int], moving: Set[int], pure: Cones
 ) -> Shares | None:
     """The values that may be gradients with a share of others; None without any.
 
@@ -47,13 +47,13 @@ def shares(
         graph: The program.
         reached: Values below the cotangent, in program order.
         moving: Those of them that are linear in it.
-        stops: The leaves, the cotangent, and what cancels in the reading.
+        pure: Gives values computed from the leaves, the cotangent, and what cancels
+            in the reading.
     """
-    pure = Cones(graph, stops)
     foreign = _foreign(graph, reached, moving, pure)
     if not foreign:
         return None
-    mixed = Cones(graph, stops | foreign)
+    mixed = Cones(graph, pure.stops | foreign)
     pieces: dict[int, frozenset[int]] = {}
     cones: dict[int, frozenset[int]] = {}
     own: dict[int, frozenset[int]] = {}

@@ -517,6 +517,49 @@ def attention_profile() -> str:
     return f"{table(head, rows)}\n\n{note}"
 
 
+def _costs_of_rewriting() -> dict[str, dict]:
+    data = json.loads(record.named("rewrite_cost_small").read_text())
+    return {row["program"]: row for row in data["results"]}
+
+
+def rewriting_costs() -> str:
+    """What rewriting 48 layers costs, of JAX's own time."""
+    found = _costs_of_rewriting()
+    programs = {
+        "layers of flax": "flax linen decoder",
+        "layers written by hand": "hand-written decoder",
+        "the gradient of those": "gradient of the hand-written decoder",
+        "a program in which nothing is found": "no sites",
+    }
+    rows = [
+        (name, f"{100 * found[f'{program}, 48 layers']['share']:.0f} %")
+        for name, program in programs.items()
+    ]
+    return _table(("program", "share"), rows)
+
+
+def rewriting_costs_of_few_layers() -> str:
+    """What rewriting 2 and 4 layers costs, of JAX's own time."""
+    found = _costs_of_rewriting()
+    programs = {
+        "layers of flax": "flax linen decoder",
+        "layers written by hand": "hand-written decoder",
+        "the gradient of those, `optimize(jax.grad(loss))`": (
+            "gradient of the hand-written decoder"
+        ),
+        "the same, `jax.grad(optimize(loss))`": (
+            "jax.grad of the optimized hand-written decoder"
+        ),
+    }
+    rows = []
+    for name, program in programs.items():
+        costs = [found[f"{program}, {n} layers"] for n in (2, 4)]
+        shares = [c[key] for key in ("share", "share_again") for c in costs]
+        rows.append((name, *(f"{100 * share:.0f} %" for share in shares)))
+    head = "2 layers", "4 layers", "2, shapes known", "4, shapes known"
+    return _table(("program", *head), rows)
+
+
 def structure() -> str:
     """The counts of the package before its folders, and now."""
     data = json.loads(record.named("structure").read_text())
@@ -594,6 +637,8 @@ def public_suites() -> str:
 
 
 TABLES = {
+    "rewriting_costs": rewriting_costs,
+    "rewriting_costs_of_few_layers": rewriting_costs_of_few_layers,
     "structure": structure,
     "running": running,
     "public_suites": public_suites,

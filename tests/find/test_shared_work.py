@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from rewriter import _jax
 from rewriter.config import resolve
-from rewriter.find import match
+from rewriter.find import check, match
 from rewriter.gradients import search
 from rewriter.run.pipeline import rewrite
 from tests.bench.rewrite_cost import decoder, weights
@@ -96,3 +97,61 @@ def test_gradients_of_known_shapes_are_traced_once(counts) -> None:
     assert counts == {
         "proofs": 3, "proofs of gradients": 7, "gradients of replacements": 4,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", [decoder, jax.value_and_grad(loss)])
+def test_nothing_is_left_to_the_collector(fn: Any) -> None:
+    """Graphs, forms and proofs are freed with the rewrite: nothing holds itself."""
+    rewritten(fn, 1, 24)  # what is made once
+    closed = jax.make_jaxpr(fn)(
+        weights(1, 16), jax.ShapeDtypeStruct((2, 40, 16), jnp.float32)
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        rewrite(closed, CONFIG)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = collections.Counter(
+            type(x).__name__
+            for x in gc.garbage
+            if type(x).__module__.startswith("rewriter")
+        )
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left
+
+
+def test_a_plain_replacement_is_the_reference_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where each operand is a leaf, code is not traced; moved axes are."""
+    traced: list[Any] = []
+    real = check._traced_code
+
+    def noted(graph: Any, op: Any, *rest: Any) -> Any:
+        traced.append(op.name)
+        return real(graph, op, *rest)
+
+    monkeypatch.setattr(check, "_traced_code", noted)
+
+    def norm(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w
+
+    def found(fn: Any) -> list[str]:
+        shapes = (3, 5, 8), (8,)
+        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+        traced.clear()
+        sites = rewrite(jax.make_jaxpr(fn)(*args), CONFIG).sites
+        assert [s.op for s in sites] == ["rms_norm"]
+        return traced
+
+    assert found(norm) == []
+    assert found(lambda x, w: norm(x, jnp.exp(w))) == []
+    moved = lambda x: jnp.swapaxes(x, 0, 2)
+    columns = lambda x, w: (
+        x * jax.lax.rsqrt(jnp.mean(x * x, 1, keepdims=True) + 1e-6) * w
+    )
+    assert found(lambda x, w: columns(moved(x), w[:, None][:1] + jnp.zeros((5, 1))))

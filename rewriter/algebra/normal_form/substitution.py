@@ -73,24 +73,25 @@ class Substitution:
 
     def of_literals(self, b: int, literals: list[int]) -> int:
         """A boolean function with other functions in place of its literals."""
-        known: dict[tuple[int, int], int] = {}
+        _, table = self.bools[b]
+        return self._of_table(table, literals, {})
 
-        def part(table: int, n: int) -> int:
-            """A truth table of the first n literals."""
-            if table == 0 or n == 0:
-                return TRUE if table else FALSE
-            if (table, n) not in known:
-                low, high = table & (1 << (1 << n - 1)) - 1, table >> (1 << n - 1)
-                out = part(low, n - 1)
-                if low != high:
-                    x = literals[n - 1]
-                    on = self.both(x, part(high, n - 1))
-                    out = self.either(on, self.both(self.negate(x), out))
-                known[table, n] = out
-            return known[table, n]
-
-        support, table = self.bools[b]
-        return part(table, len(support))
+    def _of_table(
+        self, table: int, literals: list[int], known: dict[tuple[int, int], int]
+    ) -> int:
+        """The function with a truth table of literals; `known` holds those of parts."""
+        n = len(literals)
+        if table == 0 or n == 0:
+            return TRUE if table else FALSE
+        if (table, n) not in known:
+            low, high = table & (1 << (1 << n - 1)) - 1, table >> (1 << n - 1)
+            *first, x = literals
+            out = self._of_table(low, first, known)
+            if low != high:
+                on = self.both(x, self._of_table(high, first, known))
+                out = self.either(on, self.both(self.negate(x), out))
+            known[table, n] = out
+        return known[table, n]
 
     def same_index(self, a: Index, b: Index) -> int:
         """Whether two index arguments are equal, as one literal."""

@@ -73,14 +73,24 @@ def save(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Saved, .
     saved: list[Saved] = []
 
     def change(body: Any) -> Any:
-        for place in _places(body):
-            chosen = _chosen(place.found, memory - sum(k.bytes for k in saved))
-            if chosen:
-                saved.extend(a.entry() for a in chosen)
-                return change(place.keep(chosen))
+        while (other := _with_one_place(body, memory, saved)) is not None:
+            body = other
         return body
 
     return (map_bodies(program, change) if memory else program), tuple(saved)
+
+
+def _with_one_place(body: Any, memory: int, saved: list[Saved]) -> Any:
+    """The body with one more place that saves within the budget; None if none does.
+
+    What is saved there is added to `saved`.
+    """
+    for place in _places(body):
+        chosen = _chosen(place.found, memory - sum(k.bytes for k in saved))
+        if chosen:
+            saved.extend(a.entry() for a in chosen)
+            return place.keep(chosen)
+    return None
 
 
 def unspent(program: ClosedJaxpr) -> tuple[Saved, ...]:

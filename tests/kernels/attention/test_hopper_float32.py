@@ -37,8 +37,23 @@ def test_halves_keep_sixteen_digits() -> None:
     x = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
     x *= np.float32(2.0) ** np.arange(-60, 68).repeat(32)
     high, low = np.asarray(jax.jit(split)(x)).astype(np.float64)
-    assert (np.abs(high + low - x) <= 2.0**-17 * np.abs(x)).all()
+    assert (np.abs(high + low - x) <= 2.0**-16 * np.abs(x)).all()
     assert low.any()  # XLA may drop a cast to 16 bits and back
+
+
+def test_infinite_scores_stay_infinite() -> None:
+    """Products of parts are added up as tensor cores do: in float32, in any order."""
+    values = np.float32([np.inf, -np.inf, 0.0, -0.0, 1.0, -1.5, 0.1, -3e38, 1e-30])
+    parts = np.asarray(jax.jit(split)(values)).astype(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for i, x in enumerate(values):
+            for j, y in enumerate(values):
+                left, right = Halves(*parts[:, i]), Halves(*parts[:, j])
+                got = np.sum([a * b for a, b in pairs(left, right)], dtype=np.float32)
+                want = x * y
+                assert np.isnan(got) == np.isnan(want), (x, y)
+                if np.isinf(want):
+                    assert got == want, (x, y)
 
 
 def test_products_of_halves_leave_out_that_of_the_small_ones() -> None:
