@@ -535,7 +535,7 @@ def rewriting_costs() -> str:
         (name, f"{100 * found[f'{program}, 48 layers']['share']:.0f} %")
         for name, program in programs.items()
     ]
-    return _table(("program", "share"), rows)
+    return table(("program", "share"), rows)
 
 
 def rewriting_costs_of_few_layers() -> str:
@@ -557,7 +557,7 @@ def rewriting_costs_of_few_layers() -> str:
         shares = [c[key] for key in ("share", "share_again") for c in costs]
         rows.append((name, *(f"{100 * share:.0f} %" for share in shares)))
     head = "2 layers", "4 layers", "2, shapes known", "4, shapes known"
-    return _table(("program", *head), rows)
+    return table(("program", *head), rows)
 
 
 def structure() -> str:
