@@ -180,6 +180,11 @@ def widened(spec: Spec, passes: str, step: int) -> float:
     return cost({**shapes, **wider}, dtypes, params, passes).flops
 
 
+def whole(length: int, tile: int) -> float:
+    """Returns how many times as long whole tiles are."""
+    return -(-length // tile) * tile / max(length, 1)
+
+
 def least(spec: Spec, device: Device, passes: str) -> float:
     """Returns seconds in which operands and results are read and written once."""
     shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))

@@ -1,10 +1,11 @@
 """Float32 numbers as two of bfloat16, which tensor cores multiply.
 
-A number is the sum of itself rounded to bfloat16 and of what is left, rounded likewise:
-16 of its 24 digits. A product of two such sums is three products of 16-bit numbers,
-added up in float32; that of both small parts is left out. So products are 32 times as
-exact as with TF32, in which XLA multiplies float32 numbers unless a program asks for
-the highest precision. Source: Henry, Tang, Heinecke, "Leveraging the bfloat16
+A number is the sum of its first digits in bfloat16 and of what is left, rounded
+likewise: 16 of its 24 digits. A product of two such sums is three products of 16-bit
+numbers, added up in float32; that of both small parts is left out. So attention is 10
+to 33 times as exact as with TF32, in which XLA multiplies float32 numbers unless a
+program asks for the highest precision
+(``tests/bench/results/hopper_float32_h200.json``). Source: Henry, Tang, Heinecke, "Leveraging the bfloat16
 artificial intelligence datatype for higher-precision computations" (arXiv 1904.06376).
 
 Hopper's tensor cores also take TF32. But there the summed axis must be the last one of
