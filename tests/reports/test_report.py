@@ -155,8 +155,12 @@ def test_the_style_of_a_report_in_a_notebook_reaches_no_other_picture():
 
 
 def test_kernels_that_are_not_chosen_for_one_reason_stand_together():
-    q = jax.ShapeDtypeStruct((1, 1024, 4, 64), "float32")
-    text = rewriter.explain(jax.nn.dot_product_attention, target="h100")(q, q, q).text()
+    def attend(q, k, v):
+        scores = jnp.einsum("bth,bsh->bts", q, k, preferred_element_type=v.dtype)
+        return jax.nn.softmax(scores) @ v
+
+    q, v = (jax.ShapeDtypeStruct((4, 1024, 64), x) for x in ("bfloat16", "float32"))
+    text = rewriter.explain(attend, target="h100")(q, q, v).text()
     assert "hopper, hopper_decode (tensor cores take" in text
     assert text.count("a cast would round") == 1
 
