@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.soundness.tolerance import TINY, Variants, numbers
+from tests.soundness.tolerance import TINY, Variants, numbers, rounding_of
 
 NEAR = 1e-3
 """How far from float64 an entry may be that is right, beside one that is not."""
@@ -119,7 +119,7 @@ def in_range(
         with np.errstate(invalid="ignore"):
             loose = abs(b - exact) <= 1e-2 * abs(exact) + 8 * eps * size + TINY
             close = abs(b - exact) <= near * abs(exact) + max(1e-5, eps) * size
-            close |= abs(b - exact) <= eps * floor
+            close |= abs(b - exact) <= rounding_of(eps) * floor
         loose &= not strict
         found |= np.isfinite(exact) & np.where(np.isfinite(a), close, loose)
     beside = others.beside[which]

@@ -50,7 +50,8 @@ class Variants:
     Attributes:
         eager: Op by op.
         exact: With operands in float64; arithmetic on masks stays as it is.
-        right: The same of programs that may be computed instead, see `allowed`.
+        right: The same of programs that may be computed instead, see `allowed`, and
+            those in the program's own precision: float64 may not round a number to 0.
         unseen: Entries of rows of which every key that is kept has a score of -inf.
         nudged: With operands that differ in their last bit, by several draws.
         perturbed: With those that differ in their last three bits.
@@ -111,6 +112,8 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
         ]
     )
     beside, shifted = map(as_is, (allowed.hiding(program), allowed.shifted(program)))
+    if (stable := allowed.stable(program)) != program:
+        right.append(as_is(stable))
     return Variants(eager, exact, right, unseen, nudged, perturbed, [], beside, shifted)
 
 
@@ -157,8 +160,12 @@ def _nudged(program: Program, values: Sequence[Any], seed: int, last: int) -> li
 
 def basic(original: Any, eps: float, entries: bool, floor: float) -> np.ndarray:
     """What rounding to some `eps` may change, of a result as it is."""
-    many = ROUNDINGS if eps < 1e-5 else ROUNDINGS / 4
-    return many * eps * (_scale(numbers(original), entries) + floor) + TINY
+    return rounding_of(eps) * (_scale(numbers(original), entries) + floor) + TINY
+
+
+def rounding_of(eps: float) -> float:
+    """What rounding to some `eps` may change, as a share of what is rounded."""
+    return (ROUNDINGS if eps < 1e-5 else ROUNDINGS / 4) * eps
 
 
 def sensitive(
