@@ -96,6 +96,7 @@ def renormalised(q, k, v):
 
 larger = lambda m, s: jnp.maximum(m, top(s))
 lse = lambda s: jax.nn.logsumexp(s, -1, keepdims=True)
+leaky = lambda s: jnp.where(s >= 0, s, 0.2 * s)
 FOUND = {
     "maximum": of(top),
     "stopped": of(lambda s: lax.stop_gradient(top(s))),
@@ -108,6 +109,9 @@ FOUND = {
     "twice": of(lambda s: top(s) + top(s - top(s))),
     "log-sum-exp": of(lse),
     "scaled": of(top, lambda q, k: 3 * dots(q, k)),
+    "rectified": of(top, lambda q, k: jax.nn.relu(0.3 * dots(q, k))),
+    "clipped": of(top, lambda q, k: jnp.clip(0.3 * dots(q, k), -1, 1)),
+    "cut at zero": of(top, lambda q, k: leaky(0.3 * dots(q, k))),
     "scaled behind": lambda q, k, v: shifted(
         3 * dots(q, k), 3 * top(dots(q, k)), v
     ),
@@ -151,6 +155,13 @@ REFUSED = {
     "log-sum-exp of half": of(lambda s: lse(s / 2)),
     "log-sum-exp of fewer": of(lambda s: lse(s[..., : S // 2])),
     "stream from zero": stream(0.0, larger),
+    "rectified, all": of(lambda s: jax.nn.relu(top(s))),
+    "all, by rectified": lambda q, k, v: shifted(
+        dots(q, k), top(jax.nn.relu(dots(q, k))), v
+    ),
+    "rectified, by plain": lambda q, k, v: shifted(
+        jax.nn.relu(dots(q, k)), top(dots(q, k)), v
+    ),
     "stream, the last block's": stream(-1e30, lambda m, s: top(s)),
     "stream, the first": stream(50.0, lambda m, s: m),
     "stream, the sizes'": stream(-1e30, lambda m, s: jnp.maximum(m, top(jnp.abs(s)))),

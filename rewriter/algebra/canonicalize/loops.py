@@ -371,14 +371,14 @@ class LoopForms(ReturningLoops):
     @contextlib.contextmanager
     def proving(self) -> Iterator[None]:
         """Within it, a value whose form would rest on an assumption stays opaque."""
-        held = dict(self.memo)
+        held, leaves = dict(self.memo), set(self.leaf_values)
         with self.other_memo():
             self.memo.update(held)
             self.assumes = False
             try:
                 yield
             finally:
-                self.assumes = True
+                self.assumes, self.leaf_values = True, leaves
 
     def _carried(self, loop: Loop, k: int, args: Any) -> Poly:
         """A carry after the last step; see the module's docstring."""
