@@ -5,8 +5,9 @@ likewise: 16 of its 24 digits. A product of two such sums is three products of 1
 numbers, added up in float32; that of both small parts is left out. So attention is 10
 to 33 times as exact as with TF32, in which XLA multiplies float32 numbers unless a
 program asks for the highest precision
-(``tests/bench/results/hopper_float32_h200.json``). Source: Henry, Tang, Heinecke, "Leveraging the bfloat16
-artificial intelligence datatype for higher-precision computations" (arXiv 1904.06376).
+(``tests/bench/results/hopper_float32_h200.json``). Source: Henry, Tang, Heinecke,
+"Leveraging the bfloat16 artificial intelligence datatype for higher-precision
+computations" (arXiv 1904.06376).
 
 Hopper's tensor cores also take TF32. But there the summed axis must be the last one of
 both operands in memory, which is not so for weights times values.
