@@ -154,6 +154,12 @@ def test_the_style_of_a_report_in_a_notebook_reaches_no_other_picture():
     assert all(rule.startswith(".rewriter") for rule in rules), rules
 
 
+def test_treescope_shows_the_report_as_a_notebook_does():
+    treescope = pytest.importorskip("treescope")
+    shown = treescope.render_to_html(MADE, compressed=False)
+    assert MADE._repr_html_() in html.unescape(shown)
+
+
 def test_kernels_that_are_not_chosen_for_one_reason_stand_together():
     def attend(q, k, v):
         scores = jnp.einsum("bth,bsh->bts", q, k, preferred_element_type=v.dtype)
