@@ -13,6 +13,7 @@ Changed weights   f(softmax(q kᵀ)) v, with an f that is no product or choice.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -196,8 +197,8 @@ def _experts_in_a_scan(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | No
 
 def _bounded_norm(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
     for node in nodes:
-        if node.prim != "max":
-            continue
+        if node.prim != "max" or math.prod(graph.shape(node.outs[0])) == 1:
+            continue  # a single number, such as the norm of all gradients
         root = next((m for i in node.ins if (m := _root(graph, i))), None)
         if root is None or graph.node_of(_source(graph, root.ins[0])) is None:
             continue

@@ -75,6 +75,9 @@ def through_a_function(alg: Algebra, atom: int) -> Refused:
     if _is_of_softmax(alg, alg.defs[atom][1][0][0]):
         text = "the scores go through a softmax of their own before the softmax of the "
         text += "weights"
+    elif not _has_products(alg, atom):
+        text = "the scores are no product of queries and keys, but a function of sums "
+        text += "of a number for each, as in additive attention"
     return Refused("scores", text, difference=alg.show_atom(atom), score=0.6)
 
 
@@ -93,16 +96,28 @@ def _changes(alg: Algebra, total: int) -> Iterator[int]:
             yield atom
 
 
+def _has_products(alg: Algebra, atom: int) -> bool:
+    """Whether something inside an exponential depends on query and key at once."""
+    every = _free(alg, atom)
+    inside = [a for a in _all_inside(alg, atom) if alg.kind(a) in ("leaf", "sum")]
+    return any(_free(alg, a) >= every for a in inside)
+
+
 def _is_of_softmax(alg: Algebra, atom: int) -> bool:
     """Whether exponentials and a sum that divides them are inside an atom."""
+    sums = [a for a in _all_inside(alg, atom) if alg.kind(a) == "sum"]
+    return any(alg.kind(x) == "exp" for a in sums for x, _ in alg.defs[a][3])
+
+
+def _all_inside(alg: Algebra, atom: int) -> set[int]:
+    """An atom and all that it is made of."""
     stack, seen = [atom], set[int]()
     while stack:
         atom = stack.pop()
         if atom not in seen:
             seen.add(atom)
             stack += alg.children(atom)
-    sums = [a for a in seen if alg.kind(a) == "sum"]
-    return any(alg.kind(x) == "exp" for a in sums for x, _ in alg.defs[a][3])
+    return seen
 
 
 def _denominators(alg: Algebra, mono: Monomial) -> Iterator[int]:

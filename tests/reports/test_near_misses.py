@@ -404,7 +404,18 @@ def distilled(x, w, u):
     return -(jax.nn.softmax(x @ w) * jax.nn.log_softmax(x @ u)).sum(-1).mean()
 
 
+def additive(x, w, u, adjacent):
+    """A layer of a graph attention network."""
+    h = x @ w
+    e = jax.nn.leaky_relu((h @ u)[:, :1] + (h @ u)[:, 1:2].T)
+    return jax.nn.softmax(jnp.where(adjacent, e, -1e9)) @ h
+
+
 REASONS = {
+    "additive": (
+        "attention", "as in additive attention", additive,
+        X, W, W.T.copy(), np.tri(4, dtype=bool),
+    ),
     "softmax_twice": (
         "attention", "a softmax of their own",
         lambda q, k, v: weighted(jax.nn.softmax(jax.nn.softmax(scores(q, k))), v),
@@ -537,7 +548,32 @@ def switched_experts(x, w, up, down):
     return of_token(x, (x @ w).argmax(-1))
 
 
+def graph_convolution(x, adjacent):
+    root = jax.lax.rsqrt(adjacent.sum(-1) + 1e-6)
+    return (adjacent * root[:, None] * root) @ x
+
+
+def trust_ratio(x, w):
+    """What LAMB multiplies an update by."""
+    return w * jnp.linalg.norm(x) / jnp.maximum(jnp.linalg.norm(w), 1e-6)
+
+
+def outer_product(x, w, u):
+    return (jax.nn.silu(x @ w))[:, :, None] * (x @ u)[:, None]
+
+
+def time_mix(x, w, u):
+    """A layer of RWKV without its decay."""
+    key = x @ w
+    e = jnp.exp(key - key.max(0))
+    return jnp.cumsum(e * (x @ u), 0) / jnp.cumsum(e, 0)
+
+
 SILENT = {
+    "graph_convolution": (graph_convolution, X, np.abs(X[:, :4])),
+    "trust_ratio": (trust_ratio, X, W),
+    "outer_product": (outer_product, X, W, U),
+    "time_mix": (time_mix, X, W, U),
     "merged_experts": (merged_experts, X, W, UP, DOWN),
     "switched_experts": (switched_experts, X, W, UP, DOWN),
     "highway": (highway, X, W),
