@@ -8,8 +8,8 @@ It counts ``rewriter``, ``patterns`` and ``kernels`` of a tree, this one by defa
 
 Files that run are those with a function that is called while a small attention is
 rewritten for the first time in the process. Bodies of modules and classes, which run at
-import, do not count. Places repeat each other if six lines or more are the same, but
-for blank lines, comments, imports and white space.
+import, do not count. Seconds are those of the processor. Places repeat each other if
+six lines or more are the same, but for blank lines, comments, imports and white space.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -150,9 +151,54 @@ def _trace() -> None:
     print(json.dumps([(os.path.realpath(c.co_filename), c.co_qualname) for c in codes]))
 
 
+def cold(tree: pathlib.Path) -> dict[str, float]:
+    """Returns seconds of processor time that a first rewriting takes, from bytecode.
+
+    ``import_s`` is what the import takes after that of JAX, and ``first_s`` what
+    rewriting one attention takes then. Each is the median of five processes.
+    """
+    command = [sys.executable, "-c", f"{inspect.getsource(_first)}\n_first()"]
+    env = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    seconds: list[tuple[float, float]] = []
+    with tempfile.TemporaryDirectory() as bytecode:
+        env["PYTHONPYCACHEPREFIX"] = bytecode
+        for _ in range(6):  # the first one compiles
+            said = subprocess.run(
+                command, cwd=tree, env=env, capture_output=True, text=True, check=True
+            )
+            seconds.append(tuple(json.loads(said.stdout.splitlines()[-1])))
+    medians = (statistics.median(x) for x in zip(*seconds[1:], strict=True))
+    return dict(zip(("import_s", "first_s"), medians, strict=True))
+
+
+def _first() -> None:
+    """Prints the seconds of an import and of a first rewriting, in a new process."""
+    import json
+    import time
+
+    import jax
+    import jax.numpy as jnp
+
+    def attention(q, k, v):  # type: ignore[no-untyped-def]
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
+        seen = jnp.tril(jnp.ones((64, 64), bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    x = jnp.ones((1, 64, 2, 64))
+    started = time.process_time()
+    import rewriter
+
+    imported = time.process_time()
+    rewriter.optimize(attention).jaxpr(x, x, x)
+    ended = time.process_time()
+    print(json.dumps([round(imported - started, 3), round(ended - imported, 3)]))
+
+
 def of_tree(tree: pathlib.Path) -> dict[str, Any]:
     """Returns all figures of a tree."""
-    return {**counts(sources(tree)), **running(tree)}
+    return {**counts(sources(tree)), **running(tree), **cold(tree)}
 
 
 def before() -> dict[str, Any]:
