@@ -95,17 +95,48 @@ def repeated(texts: Mapping[pathlib.Path, str]) -> int:
     return sum(((a, i - 1), (b, j - 1)) not in pairs for (a, i), (b, j) in pairs)
 
 
+def _attention() -> tuple[Any, Any]:
+    """Returns a small attention, and an array for each of its operands."""
+    import jax
+    import jax.numpy as jnp
+
+    def attention(q, k, v):  # type: ignore[no-untyped-def]
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
+        seen = jnp.tril(jnp.ones((64, 64), bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    return attention, jnp.ones((1, 64, 2, 64))
+
+
+def _in_a_process(function: Any, tree: pathlib.Path, **env: str) -> Any:
+    """Returns what a function of this file prints as JSON in a new process.
+
+    Args:
+        function: It is called without arguments.
+        tree: Where its process finds the package.
+        env: Further variables of its environment.
+    """
+    sources = "\n".join(map(inspect.getsource, (_attention, function)))
+    code = f"from typing import Any\n{sources}\n{function.__name__}()"
+    env = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", **env}
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tree,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(said.stdout.splitlines()[-1])
+
+
 def running(tree: pathlib.Path) -> dict[str, Any]:
     """Returns how many files and functions of each folder run for a small attention.
 
     The files of ``rewriter`` are also named, as ``running``.
     """
-    command = [sys.executable, "-c", f"{inspect.getsource(_trace)}\n_trace()"]
-    env = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
-    said = subprocess.run(
-        command, cwd=tree, env=env, capture_output=True, text=True, check=True
-    )
-    ran = {tuple(x) for x in json.loads(said.stdout.splitlines()[-1])}
+    ran = {tuple(x) for x in _in_a_process(_trace, tree)}
     made: dict[str, Any] = {}
     for folder in FOLDERS:
         home = (tree / folder).resolve()
@@ -125,16 +156,7 @@ def _trace() -> None:
     import os
     import sys
 
-    import jax
-    import jax.numpy as jnp
-
     import rewriter
-
-    def attention(q, k, v):  # type: ignore[no-untyped-def]
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
-        seen = jnp.tril(jnp.ones((64, 64), bool))
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
-        return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
     codes = set()
 
@@ -142,7 +164,8 @@ def _trace() -> None:
         if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             codes.add(frame.f_code)
 
-    x, fast = jnp.ones((1, 64, 2, 64)), rewriter.optimize(attention)
+    attention, x = _attention()
+    fast = rewriter.optimize(attention)
     sys.setprofile(note)
     try:
         fast.jaxpr(x, x, x)
@@ -157,17 +180,10 @@ def cold(tree: pathlib.Path) -> dict[str, float]:
     ``import_s`` is what the import takes after that of JAX, and ``first_s`` what
     rewriting one attention takes then. Each is the median of five processes.
     """
-    command = [sys.executable, "-c", f"{inspect.getsource(_first)}\n_first()"]
-    env = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
-    env.pop("PYTHONDONTWRITEBYTECODE", None)
-    seconds: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as bytecode:
-        env["PYTHONPYCACHEPREFIX"] = bytecode
-        for _ in range(6):  # the first one compiles
-            said = subprocess.run(
-                command, cwd=tree, env=env, capture_output=True, text=True, check=True
-            )
-            seconds.append(tuple(json.loads(said.stdout.splitlines()[-1])))
+        env = {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
+        # The first one compiles.
+        seconds = [_in_a_process(_first, tree, **env) for _ in range(6)]
     medians = (statistics.median(x) for x in zip(*seconds[1:], strict=True))
     return dict(zip(("import_s", "first_s"), medians, strict=True))
 
@@ -177,16 +193,7 @@ def _first() -> None:
     import json
     import time
 
-    import jax
-    import jax.numpy as jnp
-
-    def attention(q, k, v):  # type: ignore[no-untyped-def]
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
-        seen = jnp.tril(jnp.ones((64, 64), bool))
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
-        return jnp.einsum("bnts,bsnh->btnh", weights, v)
-
-    x = jnp.ones((1, 64, 2, 64))
+    attention, x = _attention()
     started = time.process_time()
     import rewriter
 
