@@ -13,6 +13,7 @@ Changed weights   f(softmax(q kᵀ)) v, with an f that is no product or choice.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,11 +29,15 @@ LAYOUT = frozenset({
 ACTIVATIONS = frozenset({"logistic", "tanh", "erf", "erfc", "exp"})
 CHOICES = frozenset({"top_k", "argmax", "approx_top_k"})
 CHANGES = frozenset({
-    "abs", "ceil", "cumsum", "floor", "logistic", "round", "sign", "sin", "sort",
-    "sqrt", "tanh",
+    "abs", "ceil", "cumsum", "floor", "logistic", "max", "min", "round", "sign", "sin",
+    "sort", "sqrt", "tanh",
 })  # fmt: skip
 SQUARED = LAYOUT | {"add", "div", "mul", "reduce_sum"}
 SOFTMAX = LAYOUT | {"add", "div", "exp", "mul", "select_n", "sub"}
+ONE_AFTER_ANOTHER = (
+    "experts are computed one after another for every token: sorted by expert, tokens "
+    "fit a ragged dot"
+)
 SLICES = frozenset({"slice", "dynamic_slice", "gather", "split"})
 
 
@@ -172,15 +177,28 @@ def _experts_in_a_loop(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | No
             if len(graph.shape(whole)) == 3:
                 taken[whole] += 1
                 if taken[whole] == 2:
-                    text = "experts are computed one after another for every token: "
-                    return node, text + "sorted by expert, tokens fit a ragged dot"
+                    return node, ONE_AFTER_ANOTHER
+    return None
+
+
+def _experts_in_a_scan(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
+    choices = [n for n in nodes if n.prim in CHOICES and graph.shape(n.ins[0])]
+    for choice in choices:
+        experts = graph.shape(choice.ins[0])[-1]
+        below = set(values_below(graph, choice.outs, lambda n: n.prim != "scan", 200))
+        for node in nodes:
+            if node.prim == "scan" and not below.isdisjoint(node.ins):
+                shapes = [graph.shape(i) for i in node.ins]
+                stacks = [s for s in shapes if len(s) == 3 and s[0] == experts]
+                if node.params["length"] == experts and len(stacks) > 1:
+                    return node, ONE_AFTER_ANOTHER
     return None
 
 
 def _bounded_norm(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
     for node in nodes:
-        if node.prim != "max":
-            continue
+        if node.prim != "max" or math.prod(graph.shape(node.outs[0])) == 1:
+            continue  # a single number, such as the norm of all gradients
         root = next((m for i in node.ins if (m := _root(graph, i))), None)
         if root is None or graph.node_of(_source(graph, root.ins[0])) is None:
             continue
@@ -227,5 +245,6 @@ KINDS = (
     ("attention", _linear_attention),
     ("attention", _changed_weights),
     ("ragged_dot", _experts_in_a_loop),
+    ("ragged_dot", _experts_in_a_scan),
     ("rms_norm", _bounded_norm),
 )

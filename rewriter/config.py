@@ -174,6 +174,18 @@ def using(*patterns: object) -> Iterator[Config]:
 
     Yields:
         The configuration in force.
+
+    Example:
+        >>> import jax.numpy as jnp, rewriter
+        >>> @rewriter.pattern(dims="x: ... d -> ... d")
+        ... def shares(x):
+        ...     return x / jnp.abs(x).sum(-1, keepdims=True)
+        >>> def model(x):
+        ...     return x * (1 / jnp.sum(jnp.abs(x), axis=-1, keepdims=True))
+        >>> with rewriter.using(shares):
+        ...     report = rewriter.explain(model)(jnp.ones((4, 8)))
+        >>> [site.op for site in report.sites]
+        ['shares']
     """
     base = current()
     merged = replace(base, using=(*base.using, *patterns))

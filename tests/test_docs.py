@@ -226,6 +226,8 @@ def test_public_names():
     for thing in public:
         if inspect.isfunction(thing) or inspect.isclass(thing):
             assert thing.__doc__, thing
+        if inspect.isfunction(thing):
+            assert "Example:" in thing.__doc__, thing
     for name in ("optimize", "config", "pattern", "verify", "export"):
         assert callable(getattr(rewriter, name)), name
         assert inspect.ismodule(importlib.import_module(f"rewriter.{name}"))

@@ -1,4 +1,4 @@
-"""Limits of JAX's call of cuDNN on a GPU that is not here.
+"""Limits of attention by cuDNN in JAX, for a GPU that is not attached.
 
 JAX checks the compute capability of the GPU and the version of cuDNN while it traces
 the call, on the GPU's own machine alone. These are the same checks of a stated device.

@@ -1,4 +1,4 @@
-"""Rows that see no key: what they give, and what they pass back to scores.
+"""Results and gradients of rows that see no key.
 
 The parameter ``empty_rows`` names it. "nan", "zero" and "mean" (of v over all keys) are
 what such a row gives. No gradient reaches its scores, as where masks choose between

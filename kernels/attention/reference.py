@@ -1,4 +1,4 @@
-"""Attention as its formula: every operand and parameter, no tricks."""
+"""Attention written as its formula, with every operand and parameter."""
 
 from __future__ import annotations
 

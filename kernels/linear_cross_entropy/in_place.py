@@ -1,4 +1,4 @@
-"""The loss with its gradients, logits held where the gradient of the weights will be.
+"""The loss and its gradients, with logits in the memory of the weights' gradient.
 
 All logits are needed before the first gradient of the weights is. The gradient [k, v]
 has room for the logits of k rows meanwhile: chunk of classes by chunk, the gradient

@@ -1,4 +1,4 @@
-"""Norms by kernels that take rows: arrays of the op become rows, and results arrays."""
+"""Calls kernels of norms that take rows: reshapes arrays to rows, and results back."""
 
 from __future__ import annotations
 

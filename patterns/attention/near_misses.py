@@ -25,6 +25,10 @@ def undivided(alg: Algebra, mono: Monomial) -> Refused:
     if any(alg.kind(a) == "log" for a, _ in (*mono, *inside)):
         text = "the logarithm of the weights is taken: no attention weighs by it"
         return Refused("denominator", text, score=0.1)
+    changed = next((a for total in sums for a in _changes(alg, total)), None)
+    if changed is not None:
+        text = f"the weights of a softmax go through {alg.defs[changed][1]} before "
+        return Refused("denominator", text + "they weigh values", score=0.5)
     text = "the result is not divided by a sum of weights"
     return Refused("denominator", text, score=0.3)
 
@@ -33,15 +37,48 @@ def other_weights(alg: Algebra, mono: Monomial, form: Poly) -> Refused:
     """Returns why a weighed sum that another sum divides is no attention."""
     above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
     below = [a for a, e in mono if e == -1]
-    text = "the weights differ between numerator and denominator"
-    if not above:
+    sums = [a for a in below if alg.kind(a) == "sum"]
+    text, score = "the weights differ between numerator and denominator", 0.4
+    if any(len(alg.defs[a][1]) > len(alg.defs[d][1]) for a in above for d in sums):
+        text = "what the weights multiply is itself a sum, and no array with an entry "
+        text, score = text + "for each key", 0.2
+    elif not above:
         text = "exponentials are divided by another sum than their own, as in linear "
         text += "attention"
     elif any(any(_denominators(alg, alg.defs[a][3])) for a in above):
         text = "the weights are divided by more than one sum"
     elif any(_sums_rows_too(alg, a, d) for a in above for d in below):
         text = "the softmax is over more axes than the keys"
-    return Refused("weights", text, difference=alg.show(form), score=0.4)
+    return Refused("weights", text, difference=alg.show(form), score=score)
+
+
+def refuse_weights_twice(alg: Algebra, factors: Monomial) -> None:
+    """Refuses weights that a function of themselves multiplies.
+
+    Raises:
+        Refused: If a factor contains exponentials and their sum.
+    """
+    for atom, _ in factors:
+        if alg.kind(atom) != "leaf" and _is_of_softmax(alg, atom):
+            text = "the weights are multiplied by a function of the weights before "
+            raise Refused(
+                "weights",
+                text + "they weigh values",
+                difference=alg.show_atom(atom),
+                score=0.5,
+            )
+
+
+def through_a_function(alg: Algebra, atom: int) -> Refused:
+    """Returns why exponents of a function of scores are no attention's."""
+    text = "the scores go through a function that this op does not have"
+    if _is_of_softmax(alg, alg.defs[atom][1][0][0]):
+        text = "the scores go through a softmax of their own before the softmax of the "
+        text += "weights"
+    elif not _has_products(alg, atom):
+        text = "the scores are no product of queries and keys, but a function of sums "
+        text += "of a number for each, as in additive attention"
+    return Refused("scores", text, difference=alg.show_atom(atom), score=0.6)
 
 
 def divided_again(alg: Algebra, atom: int) -> bool:
@@ -50,6 +87,37 @@ def divided_again(alg: Algebra, atom: int) -> bool:
         terms = (mono for _, mono in alg.thaw(alg.defs[atom][1]))
         return any(divided_again(alg, a) for mono in terms for a, _ in mono)
     return alg.kind(atom) == "sum" and any(_denominators(alg, alg.defs[atom][3]))
+
+
+def _changes(alg: Algebra, total: int) -> Iterator[int]:
+    """Functions without a formula that a sum applies to quotients of exponentials."""
+    for atom, _ in alg.defs[total][3]:
+        if alg.kind(atom) == "fn" and _is_of_softmax(alg, atom):
+            yield atom
+
+
+def _has_products(alg: Algebra, atom: int) -> bool:
+    """Whether something inside an exponential depends on query and key at once."""
+    every = _free(alg, atom)
+    inside = [a for a in _all_inside(alg, atom) if alg.kind(a) in ("leaf", "sum")]
+    return any(_free(alg, a) >= every for a in inside)
+
+
+def _is_of_softmax(alg: Algebra, atom: int) -> bool:
+    """Whether exponentials and a sum that divides them are inside an atom."""
+    sums = [a for a in _all_inside(alg, atom) if alg.kind(a) == "sum"]
+    return any(alg.kind(x) == "exp" for a in sums for x, _ in alg.defs[a][3])
+
+
+def _all_inside(alg: Algebra, atom: int) -> set[int]:
+    """An atom and all that it is made of."""
+    stack, seen = [atom], set[int]()
+    while stack:
+        atom = stack.pop()
+        if atom not in seen:
+            seen.add(atom)
+            stack += alg.children(atom)
+    return seen
 
 
 def _denominators(alg: Algebra, mono: Monomial) -> Iterator[int]:

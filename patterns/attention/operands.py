@@ -11,6 +11,7 @@ from rewriter.algebra.canonicalize import kind_of, log_may_be_infinite
 from rewriter.algebra.normal_form import TRUE, Monomial, Poly
 from rewriter.find.reading import Operand, Refused, operand
 from rewriter.patterns.attention.axes import Axes
+from rewriter.patterns.attention.near_misses import refuse_weights_twice
 from rewriter.patterns.attention.softmax import Softmax
 
 LOUD = 1e6
@@ -244,10 +245,15 @@ def _sinks(softmax: Softmax, axes: Axes) -> Operand | None:
 
 
 def _dropout(softmax: Softmax, axes: Axes, dropped: Monomial) -> Operand | None:
-    """What the weights are multiplied by after the softmax."""
+    """What the weights are multiplied by after the softmax.
+
+    Raises:
+        Refused: If it is a function of the scores.
+    """
     parts = softmax.parts
     if not dropped and parts.drop_flag == TRUE:
         return None
+    refuse_weights_twice(softmax.alg, dropped)
     factor = parts.factor if dropped else 1.0
     drop = {(parts.drop_flag, softmax.alg.monomial(dropped)): factor}
     ids = [i for axis in axes.of_scores for i in axis]

@@ -145,11 +145,12 @@ def softmax_parts(
     if len(form) != 1:
         if not soft:
             _refuse_several(alg, form)
-        near = any(_is_quotient(alg, mono) for _, mono in form)
+        near = sum(_is_quotient(alg, mono) for _, mono in form)
+        some = "one is" if near == 1 else f"{near} are each"
         text = f"the result is a sum of {len(form)} terms"
         raise Refused(
             "terms",
-            f"{text}, and only one is a softmax times values" if near else text,
+            f"{text}, and only {some} a softmax times values" if near else text,
             score=0.3 if near else 0.2,  # a loss or its gradient looks like this
             difference=alg.show(form),
         )
@@ -359,12 +360,7 @@ def exponents(
                     score=0.6,
                     suggestion="add the bias and choose by the mask behind the cap",
                 )
-            raise Refused(
-                "scores",
-                "the scores go through a function that this op does not have",
-                difference=alg.show_atom(atom),
-                score=0.6,
-            )
+            raise near_misses.through_a_function(alg, atom)
         else:
             bias = alg.add(bias, {(TRUE, mono): float(c)})
     if not qk:

@@ -1,4 +1,4 @@
-"""Attention to stored keys and values: as of floats, with numbers of few bits.
+"""Reads attention whose keys and values are stored in few bits.
 
 Formula    as of attention, with k[b, s, k, h] = (q[b, s, k, h] - zero) scale, and v
            alike; zero points and scales vary along some of these axes

@@ -52,10 +52,11 @@ def activated(alg: Algebra, act: Poly, gates: list[Branch]) -> Activated:
                 continue
             if factor is not None:
                 return Activated(gate, name, beta, factor)
+    exponential = all(alg.kind(a) == "exp" for _, mono in act for a, _ in mono)
     raise Refused(
         "activation",
         "the activation is not a known one",
-        score=0.5,
+        score=0.2 if exponential else 0.5,  # weights of a softmax are exponentials, too
         difference=alg.show(act),
     )
 

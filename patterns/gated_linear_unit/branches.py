@@ -140,6 +140,9 @@ def plain(alg: Algebra, p: Poly) -> Branch:
     if any(alg.kind(a) == "relu" for _, m in p for a, _ in m):
         clip, p, shift = _clipped(alg, p)
     found = [term_of(alg, p, a) for a in contractions(alg, p)]
+    if any(alg.kind(a) == "log" for _, mono in p for a, _ in mono):
+        text = "a logarithm is taken of the up branch, or of sums of it"
+        raise Refused("up", text, score=0.1)
     if len(found) != 1 or found[0] is None or (clip != OPEN and found[0][1] != 1):
         raise Refused(
             "up",

@@ -324,7 +324,8 @@ class _Assembly:
             )
         for side in (gate, up):
             if set(f) - alg.term_ids(TRUE, side.w):
-                raise Refused("outer", "gate and up have different columns", score=0.4)
+                text = "each column of one branch is multiplied by all of the other"
+                raise Refused("outer", text, score=0.2)
         if _per_expert(self.find, gate.w, gate.k):
             raise Refused(
                 "batch",

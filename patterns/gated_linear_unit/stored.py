@@ -1,4 +1,4 @@
-"""Gated linear unit with stored matrices: as one of floats, with numbers of few bits.
+"""Reads gated linear units whose matrices are stored in few bits.
 
 Formula    as of a gated linear unit, with w[k, f] = (q[k, f] - zero[k/z, f])
            scale[k/z, f] in both branches

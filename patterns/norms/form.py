@@ -109,4 +109,5 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
                     return axes, at
     text = "the root is of another array than it divides, or of another part of it, as "
     text += "that of a group norm"
-    raise Refused("axes", text, score=0.4)
+    of_all = len(axes) == len(inner)  # as optimizers take the norm of an array
+    raise Refused("axes", text, score=0.2 if of_all else 0.4)

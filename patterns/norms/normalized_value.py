@@ -162,7 +162,7 @@ def statistics(alg: Algebra, under: Poly, x: int):
         or leaves[0][1] != 2
         or alg.defs[leaves[0][0]][1] != x
     ):
-        raise Refused("root", "the sum under the root is not one of squares", score=0.3)
+        raise Refused("root", "the sum under the root is not one of squares", score=0.2)
     return squares, mean, constant, extra
 
 

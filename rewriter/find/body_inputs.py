@@ -1,4 +1,4 @@
-"""Finds what a body could be given instead of a mask: the values that it is made of.
+"""Finds the values that a mask is made of, to pass them to a body in its place.
 
 A mask is often made once and read by every layer. In a layer's body it is then a
 constant of a loop, an argument of a checkpoint, or a residual that JAX took out of a

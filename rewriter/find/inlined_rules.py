@@ -1,4 +1,4 @@
-"""Functions of JAX with a rule of their own, whose call JAX has put into the program.
+"""Functions of JAX with a derivative rule of their own, whose calls JAX has inlined.
 
 Where JAX differentiates a loop, it inlines the calls in it. The derivative stays that
 of the rule. So equations that are exactly those of the function count as its call.

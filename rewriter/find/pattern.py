@@ -53,7 +53,20 @@ class Scalar:
 
 
 def scalar() -> Scalar:
-    """Returns the declaration of a numeric parameter, read off the program."""
+    """Returns the declaration of a numeric parameter, read off the program.
+
+    Example:
+        >>> import jax.numpy as jnp, rewriter
+        >>> holes = {"more": rewriter.scalar()}
+        >>> @rewriter.pattern(dims="x: ... d -> ... d", params=holes)
+        ... def shares(x, *, more):
+        ...     return x / (jnp.abs(x).sum(-1, keepdims=True) + more)
+        >>> def model(x):
+        ...     return x * (1 / (2 + jnp.sum(jnp.abs(x), axis=-1, keepdims=True)))
+        >>> fast = rewriter.optimize(model, patterns=[shares])
+        >>> fast.report(jnp.ones((4, 8))).sites[0].params["more"]
+        2.0
+    """
     return Scalar()
 
 
@@ -181,9 +194,23 @@ def pattern(
             `jax.ShapeDtypeStruct` by name, on which kernels are measured; by default
             normal numbers, which will not do for operands of integers.
 
+    Returns:
+        The pattern; without ``fn`` a decorator that makes it.
+
     Raises:
         PatternError: If dims and function do not fit together; the message names
             the function's line.
+
+    Example:
+        >>> import jax.numpy as jnp, rewriter
+        >>> @rewriter.pattern(dims="x: ... d -> ... d")
+        ... def shares(x):
+        ...     return x / jnp.abs(x).sum(-1, keepdims=True)
+        >>> def model(x):
+        ...     return x * (1 / jnp.sum(jnp.abs(x), axis=-1, keepdims=True))
+        >>> fast = rewriter.optimize(model, patterns=[shares])
+        >>> [site.op for site in fast.report(jnp.ones((4, 8))).sites]
+        ['shares']
     """
     if fn is None:
         return lambda fn: pattern(
@@ -265,6 +292,14 @@ def register(pattern: Pattern, *, default: bool = False) -> Pattern:
     Raises:
         PatternError: If it is not a pattern.
         DuplicateName: If another pattern has its name.
+
+    Example:
+        >>> import rewriter
+        >>> try:
+        ...     rewriter.register("shares")
+        ... except rewriter.PatternError as error:
+        ...     print("register got a str" in str(error))
+        True
     """
     if not isinstance(pattern, Pattern):
         raise PatternError(

@@ -1,4 +1,4 @@
-"""The code of a replacement that hands on leaves as they are: the op's reference.
+"""Code of a replacement whose operands are leaves, unchanged: the op's reference.
 
 Where each operand is a leaf, and the result is the op's own, emitted code holds no
 equation beside the reference's. The cached trace of the reference is that code then,

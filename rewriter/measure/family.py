@@ -1,4 +1,4 @@
-"""Measurements of a chip that serve its relatives: like processors, other memory.
+"""Applies measurements of a chip to others with like processors and other memory.
 
 The chips of a family run the same programs on as many processors, or fewer. What limits
 a program by memory takes time by the memory's bandwidth, and the rest by the rate of

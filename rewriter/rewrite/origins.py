@@ -1,4 +1,4 @@
-"""Origins: the equation of the original from which each rewritten one comes."""
+"""Maps each rewritten equation to the original equation that it comes from."""
 
 from __future__ import annotations
 

@@ -166,6 +166,18 @@ def load(path: str | os.PathLike[str], *, any_device: bool = False) -> Artifact:
     Raises:
         ExportError: If a file is missing, damaged, or of a newer format.
         DeviceMismatch: If it was built for other platforms or devices.
+
+    Example:
+        >>> import os, tempfile
+        >>> import jax, jax.numpy as jnp, rewriter
+        >>> spec = jax.ShapeDtypeStruct((3,), jnp.float32)
+        >>> artifact = rewriter.export(jnp.sin, platforms=("cpu",))(spec)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "sine")
+        ...     artifact.save(path)
+        ...     loaded = rewriter.load(path, any_device=True)
+        >>> loaded.manifest["platforms"]
+        ['cpu']
     """
     path = os.fspath(path)
     data, manifest = _read(path), _read_manifest(path + SUFFIX)

@@ -40,8 +40,9 @@ class Row:
             ``"attention at model.py:88 (Attention)"``.
         dtype: The result's dtype.
         original: Error of the program as written against float64, relative to the row.
-        rewritten: Error of the rewritten program against the reference; infinite if
-            other entries are NaN or infinite than before.
+        rewritten: Error of the rewritten program against float64, or against the
+            original if that is nearer; infinite if other entries are NaN or infinite
+            than before.
         allowed: The error that rounding explains: the tolerance of the coarsest dtype
             in the computation, or the change of the original if its arguments change by
             a rounding.

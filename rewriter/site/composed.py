@@ -1,4 +1,4 @@
-"""Rules of a primitive that equals some primitives of sites, one after the other.
+"""Rules of a primitive that stands for several primitives of sites in a row.
 
 Under `jax.vmap` and in derivatives it is what it is composed of.
 """

@@ -1,4 +1,4 @@
-"""Finds the item because of which a step fails, where it works on many."""
+"""Finds the one of many items that makes a step fail."""
 
 from __future__ import annotations
 

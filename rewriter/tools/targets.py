@@ -141,10 +141,16 @@ def lookup(module: str, name: str) -> Any:
         if not hasattr(found, part):
             raise errors.ConfigError(
                 f"{module} has no {name!r}",
-                next_step=errors.known(part, [n for n in vars(found) if n[0] != "_"]),
+                next_step=errors.known(part, _public(found)),
             )
         found = getattr(found, part)
     return found
+
+
+def _public(owner: Any) -> list[str]:
+    """The public names of a module or object but those of modules in it."""
+    named = vars(owner).items()
+    return [n for n, x in named if n[0] != "_" and not isinstance(x, ModuleType)]
 
 
 def load(module: str) -> ModuleType:

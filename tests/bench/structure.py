@@ -8,8 +8,8 @@ It counts ``rewriter``, ``patterns`` and ``kernels`` of a tree, this one by defa
 
 Files that run are those with a function that is called while a small attention is
 rewritten for the first time in the process. Bodies of modules and classes, which run at
-import, do not count. Places repeat each other if six lines or more are the same, but
-for blank lines, comments, imports and white space.
+import, do not count. Seconds are those of the processor. Places repeat each other if
+six lines or more are the same, but for blank lines, comments, imports and white space.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -94,17 +95,48 @@ def repeated(texts: Mapping[pathlib.Path, str]) -> int:
     return sum(((a, i - 1), (b, j - 1)) not in pairs for (a, i), (b, j) in pairs)
 
 
+def _attention() -> tuple[Any, Any]:
+    """Returns a small attention, and an array for each of its operands."""
+    import jax
+    import jax.numpy as jnp
+
+    def attention(q, k, v):  # type: ignore[no-untyped-def]
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
+        seen = jnp.tril(jnp.ones((64, 64), bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    return attention, jnp.ones((1, 64, 2, 64))
+
+
+def _in_a_process(function: Any, tree: pathlib.Path, **env: str) -> Any:
+    """Returns what a function of this file prints as JSON in a new process.
+
+    Args:
+        function: It is called without arguments.
+        tree: Where its process finds the package.
+        env: Further variables of its environment.
+    """
+    sources = "\n".join(map(inspect.getsource, (_attention, function)))
+    code = f"from typing import Any\n{sources}\n{function.__name__}()"
+    env = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", **env}
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tree,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(said.stdout.splitlines()[-1])
+
+
 def running(tree: pathlib.Path) -> dict[str, Any]:
     """Returns how many files and functions of each folder run for a small attention.
 
     The files of ``rewriter`` are also named, as ``running``.
     """
-    command = [sys.executable, "-c", f"{inspect.getsource(_trace)}\n_trace()"]
-    env = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
-    said = subprocess.run(
-        command, cwd=tree, env=env, capture_output=True, text=True, check=True
-    )
-    ran = {tuple(x) for x in json.loads(said.stdout.splitlines()[-1])}
+    ran = {tuple(x) for x in _in_a_process(_trace, tree)}
     made: dict[str, Any] = {}
     for folder in FOLDERS:
         home = (tree / folder).resolve()
@@ -124,16 +156,7 @@ def _trace() -> None:
     import os
     import sys
 
-    import jax
-    import jax.numpy as jnp
-
     import rewriter
-
-    def attention(q, k, v):  # type: ignore[no-untyped-def]
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
-        seen = jnp.tril(jnp.ones((64, 64), bool))
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
-        return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
     codes = set()
 
@@ -141,7 +164,8 @@ def _trace() -> None:
         if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             codes.add(frame.f_code)
 
-    x, fast = jnp.ones((1, 64, 2, 64)), rewriter.optimize(attention)
+    attention, x = _attention()
+    fast = rewriter.optimize(attention)
     sys.setprofile(note)
     try:
         fast.jaxpr(x, x, x)
@@ -150,9 +174,38 @@ def _trace() -> None:
     print(json.dumps([(os.path.realpath(c.co_filename), c.co_qualname) for c in codes]))
 
 
+def cold(tree: pathlib.Path) -> dict[str, float]:
+    """Returns seconds of processor time that a first rewriting takes, from bytecode.
+
+    ``import_s`` is what the import takes after that of JAX, and ``first_s`` what
+    rewriting one attention takes then. Each is the median of five processes.
+    """
+    with tempfile.TemporaryDirectory() as bytecode:
+        env = {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
+        # The first one compiles.
+        seconds = [_in_a_process(_first, tree, **env) for _ in range(6)]
+    medians = (statistics.median(x) for x in zip(*seconds[1:], strict=True))
+    return dict(zip(("import_s", "first_s"), medians, strict=True))
+
+
+def _first() -> None:
+    """Prints the seconds of an import and of a first rewriting, in a new process."""
+    import json
+    import time
+
+    attention, x = _attention()
+    started = time.process_time()
+    import rewriter
+
+    imported = time.process_time()
+    rewriter.optimize(attention).jaxpr(x, x, x)
+    ended = time.process_time()
+    print(json.dumps([round(imported - started, 3), round(ended - imported, 3)]))
+
+
 def of_tree(tree: pathlib.Path) -> dict[str, Any]:
     """Returns all figures of a tree."""
-    return {**counts(sources(tree)), **running(tree)}
+    return {**counts(sources(tree)), **running(tree), **cold(tree)}
 
 
 def before() -> dict[str, Any]:

@@ -268,6 +268,18 @@ def linear_attention(q, k, v):
     return jnp.einsum("btnh,bnhd->btnd", q, sums) / total[..., None]
 
 
+def expert_scan(x, w, up, down):
+    def one(out, expert):
+        first, second, weight = expert
+        return out + jax.nn.relu(x @ first) @ second * weight[:, None], None
+
+    return jax.lax.scan(one, jnp.zeros_like(x), (up, down, chosen(x, w).T))[0]
+
+
+def clipped_weights(q, k, v):
+    return weighted(jnp.clip(1.1 * jax.nn.softmax(scores(q, k)) - 0.05, 0, 1), v)
+
+
 def expert_loop(x, w, up, down):
     weights, out = chosen(x, w), 0
     for e in range(6):
@@ -288,6 +300,8 @@ WORDS = {
         "rms_norm", "bounded from below",
         lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6), X,
     ),
+    "clipped": ("attention", "go through max", clipped_weights, Q, K, V),
+    "scan": ("ragged_dot", "one after another", expert_scan, X, W, UP, DOWN),
     "loop": ("ragged_dot", "one after another", expert_loop, X, W, UP, DOWN),
 }  # fmt: skip
 
@@ -376,7 +390,44 @@ def largest_alone(q, k, v):
     return weighted(jnp.where(chosen, jax.nn.softmax(s), 0), v)
 
 
+def weights_times_logs(q, k, v):
+    w = jax.nn.softmax(scores(q, k))
+    return weighted(-w * jnp.log(w + 1e-9), v)
+
+
+def both_neighbours(q, k, v):
+    w = jax.nn.softmax(scores(q, k))
+    return weighted((w + jnp.roll(w, 1, -1)) / 2, v)
+
+
+def distilled(x, w, u):
+    return -(jax.nn.softmax(x @ w) * jax.nn.log_softmax(x @ u)).sum(-1).mean()
+
+
+def additive(x, w, u, adjacent):
+    """A layer of a graph attention network."""
+    h = x @ w
+    e = jax.nn.leaky_relu((h @ u)[:, :1] + (h @ u)[:, 1:2].T)
+    return jax.nn.softmax(jnp.where(adjacent, e, -1e9)) @ h
+
+
 REASONS = {
+    "additive": (
+        "attention", "as in additive attention", additive,
+        X, W, W.T.copy(), np.tri(4, dtype=bool),
+    ),
+    "softmax_twice": (
+        "attention", "a softmax of their own",
+        lambda q, k, v: weighted(jax.nn.softmax(jax.nn.softmax(scores(q, k))), v),
+        Q, K, V,
+    ),
+    "weights_times_logs": (
+        "attention", "a function of the weights", weights_times_logs, Q, K, V
+    ),
+    "both_neighbours": (
+        "attention", "only 2 are each a softmax times values", both_neighbours, Q, K, V
+    ),
+    "distilled": ("cross_entropy", "no labels", distilled, X, W, U),
     "straight_through": (
         "attention", "and only one is a softmax", straight_through, Q, K, V
     ),
@@ -483,7 +534,48 @@ def hinge(x, w):
     return jnp.maximum(z - own + 1, 0)
 
 
+def merged_experts(x, w, up, down):
+    """Matrices are averaged by a router's softmax."""
+    g = jax.nn.softmax(x @ w)
+    h = jax.nn.relu(jnp.einsum("td,te,edf->tf", x, g, up))
+    return jnp.einsum("tf,te,efd->td", h, g, down)
+
+
+def switched_experts(x, w, up, down):
+    experts = zip(up, down, strict=True)
+    layers = [lambda x, u=u, d=d: jax.nn.relu(x @ u) @ d for u, d in experts]
+    of_token = jax.vmap(lambda x, i: jax.lax.switch(i, layers, x))
+    return of_token(x, (x @ w).argmax(-1))
+
+
+def graph_convolution(x, adjacent):
+    root = jax.lax.rsqrt(adjacent.sum(-1) + 1e-6)
+    return (adjacent * root[:, None] * root) @ x
+
+
+def trust_ratio(x, w):
+    """What LAMB multiplies an update by."""
+    return w * jnp.linalg.norm(x) / jnp.maximum(jnp.linalg.norm(w), 1e-6)
+
+
+def outer_product(x, w, u):
+    return (jax.nn.silu(x @ w))[:, :, None] * (x @ u)[:, None]
+
+
+def time_mix(x, w, u):
+    """A layer of RWKV without its decay."""
+    key = x @ w
+    e = jnp.exp(key - key.max(0))
+    return jnp.cumsum(e * (x @ u), 0) / jnp.cumsum(e, 0)
+
+
 SILENT = {
+    "graph_convolution": (graph_convolution, X, np.abs(X[:, :4])),
+    "trust_ratio": (trust_ratio, X, W),
+    "outer_product": (outer_product, X, W, U),
+    "time_mix": (time_mix, X, W, U),
+    "merged_experts": (merged_experts, X, W, UP, DOWN),
+    "switched_experts": (switched_experts, X, W, UP, DOWN),
     "highway": (highway, X, W),
     "hinge": (hinge, X, W),
     "maxout": (lambda x, w, u: jnp.maximum(x @ w, x @ u), X, W, U),

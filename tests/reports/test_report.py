@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 
 import jax
@@ -152,6 +153,13 @@ def test_the_style_of_a_report_in_a_notebook_reaches_no_other_picture():
     style = fragment[: fragment.index("</style>")].removeprefix("<style>")
     rules = [rule.partition("{")[0] for rule in style.split("}") if rule]
     assert all(rule.startswith(".rewriter") for rule in rules), rules
+
+
+@pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")
+def test_treescope_shows_the_report_as_a_notebook_does():
+    treescope = pytest.importorskip("treescope")
+    shown = treescope.render_to_html(REPORT, compressed=False)
+    assert REPORT._repr_html_() in html.unescape(shown)
 
 
 def test_kernels_that_are_not_chosen_for_one_reason_stand_together():

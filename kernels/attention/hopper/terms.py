@@ -341,15 +341,8 @@ def terms_of(
     for name, x in (("slopes", alibi), ("sinks", sinks)):
         if x is not None:
             arrays[name] = x.astype(jnp.float32)
-    terms = Terms(
-        parts,
-        alibi is not None,
-        sinks is not None,
-        hiding,
-        adding,
-        function_of(score, read),
-    )  # fmt: skip
-    return terms, arrays
+    present = alibi is not None, sinks is not None
+    return Terms(parts, *present, hiding, adding, function_of(score, read)), arrays
 
 
 def _added(

@@ -1,4 +1,4 @@
-"""Latent attention over pages in plain XLA: a gather, then as of a latent in order."""
+"""Latent attention over pages in plain XLA: gathers the pages into one array first."""
 
 from __future__ import annotations
 

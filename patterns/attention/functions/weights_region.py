@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from rewriter.algebra.normal_form import TRUE, Index, Poly
@@ -210,7 +210,8 @@ class WeighedRegion(Candidate):
         args = alg.defs[by][2]
         core = self.find.below(frozenset((total,)), self.divisor.value)
         at = product_place(ev, self.divisor.value, args, total, core)
-        if not _adds_up(softmax, ev.poly(total, at), leaf):
+        unnamed = self.evaluator() if self.divisor.value == total else ev
+        if not _adds_up(softmax, unnamed.poly(total, at), leaf):
             raise Refused("denominator", OTHER_SUM, score=0.6)
         reader = ScoreReader(ev, axes, total, at, core, operands=dict(operands))
         score = reader.function(self.divisor.value, args).score
@@ -272,6 +273,13 @@ def _are_projected_alike(find: Finder, *sides: int) -> bool:
     return any(not of.isdisjoint(values) for of in scored)
 
 
+def _numbers(node: Node | None) -> Sequence[int]:
+    """What the numbers of a result are made of: not the condition of a choice."""
+    if node is None:
+        return ()
+    return node.ins[1:] if node.prim == "select_n" else node.ins
+
+
 def _projected(find: Finder, value: int, limit: int = 60) -> Set[int]:
     """Arrays that an array is a product with, near above it, and what these are of."""
     graph = find.graph
@@ -281,7 +289,7 @@ def _projected(find: Finder, value: int, limit: int = 60) -> Set[int]:
         node = graph.node_of(current)
         if below:
             found.add(current)
-        for i in node.ins if node is not None else ():
+        for i in _numbers(node):
             if i not in seen and i not in graph.constants and graph.shape(i):
                 seen.add(i)
                 queue.append((i, below or node.prim == "dot_general"))

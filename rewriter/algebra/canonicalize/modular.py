@@ -1,4 +1,4 @@
-"""Reads integer sums whose steps may wrap around, and whose whole does not.
+"""Reads integer sums whose partial sums may wrap around, while the total does not.
 
 Sums and products of machine integers are those of whole numbers modulo 2^n. So a sum
 that is less than 2^n away from nothing is exact, whatever its steps are: `(end + i) -

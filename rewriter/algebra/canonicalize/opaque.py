@@ -1,4 +1,4 @@
-"""Says where a value stays opaque, since the machine may give another than its form."""
+"""Says which values stay opaque, since the machine's result may not be the form's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a part of a mask from parts of what the mask is made of.
+"""Computes a part of a mask from parts of its inputs.
 
     slice(iota)              →   iota + start
     slice(a == b)            →   slice(a) == slice(b)

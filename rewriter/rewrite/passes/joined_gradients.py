@@ -1,4 +1,4 @@
-"""Has gradients of packed operands written into one array by kernels.
+"""Makes kernels write the gradients of packed operands into one array.
 
     dq, dk, dv = gradients q k v            the same, but the site's kernel writes
     x = concatenate dq dk dv           →    the heads of dq, dk and dv into x

@@ -88,11 +88,11 @@ def _(q, k, v):
     return jnp.einsum("btnh,bnhe->btne", q, jnp.einsum("bsnh,bsne->bnhe", k, v))
 
 
-@attention("taylor", "1 + s + s²/2 in place of the exponential")
+@attention("taylor", "a series of the scores is divided by that of their halves")
 def _(q, k, v):
+    p = lambda s: 1 + s + s * s / 2
     s = scores(q, k)
-    p = 1 + s + s * s / 2
-    return weigh(p / p.sum(-1, keepdims=True), v)
+    return weigh(p(s) / p(s / 2).sum(-1, keepdims=True), v)
 
 
 @attention("distance", "the exponent holds −|k|², which differs by key")

@@ -118,6 +118,15 @@ CASES: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
     "squared relu over its sum, at least": (largest, "sum", ()),
     "sigmoid over its sum, where there is one": (where_some, "sum", ("per_head",)),
     "softplus times an inverse": (inverse, "sum", ("per_head",)),
+    "squares over their sum alone": (
+        lambda x, i, j, a: x * x / (x * x).sum(keys(a), keepdims=True), "sum", (),
+    ),
+    "a series over its sum alone": (
+        lambda x, i, j, a: (lambda w: w / w.sum(keys(a), keepdims=True))(
+            1 + x + x * x / 2
+        ),
+        "sum", (),
+    ),
     "elu over its sum": (
         lambda x, i, j, a: over_sum(jax.nn.elu(x) + 1, a, 1e-3), "sum", (),
     ),
