@@ -57,7 +57,8 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
         return Rows("zero_nan_passing", notes)
     if row.breaks_gradients and give != "nan_passing":
         raise Refused(
-            "gradient",  # no other reading of its fills changes that
+            # Of what is known, no other reading of its fills changes it.
+            "empty_rows" if give == "unknown" else "gradient",
             f"a row without keys gives {_WORDS.get(give, give)}, and NaN in gradients "
             "of its queries",
             score=0.8,
