@@ -257,8 +257,8 @@ def read(
         value: The candidate.
         parts: The contractions it is computed from.
         how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias;
-            ``"whole"`` takes a bias as it is, however it was computed; ``"dropped"``
-            takes a mask of whole rows as one of weights that are dropped.
+            ``"whole"`` takes a bias as it is, however it was computed. With
+            ``"dropped"`` a mask of whole rows is one of weights that are dropped.
         sums: Contractions of the weights with ones.
         mask_as_array: Whether a mask is taken as it is, however it was computed.
         by_wraps: As for `Evaluator`.
