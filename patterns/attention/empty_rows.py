@@ -77,6 +77,7 @@ def empty_row(
     value: int,
     factor: tuple[frozenset[int], float] = (frozenset(), 1.0),
     live: frozenset[int] | None = None,
+    dropped_rows: int = TRUE,
 ) -> EmptyRow:
     """What a row without keys gives.
 
@@ -90,6 +91,8 @@ def empty_row(
         factor: The factor of the weights, as in dropout: arrays, which count as one,
             and a number.
         live: What is asked about in place of the scores, where it comes to gradients.
+        dropped_rows: Which rows are kept after the softmax. Where it is false they must
+            be zero; the answer is about the others.
     """
     ones, number = factor
     support, table = ev.alg.bools[keep]
@@ -99,33 +102,39 @@ def empty_row(
     full = table | ev.alg.impossible(support)
     empty = [row for row in range(1 << len(support)) if not full >> row & 1]
     whole = None
+    if len(empty) > COMBINATIONS and dropped_rows != TRUE:
+        return EmptyRow(UNKNOWN)
     if len(empty) > COMBINATIONS:  # the mask is one condition
         names, empty, whole = [], [0], _conditions(ev, keep)
     seen: set[Any] = set()
-    breaks = halves = passes = False
+    runs: list[_Row] = []
     numbers = all(isinstance(n, int) for n in ev.alg.sizes.values())
     for row, unit in itertools.product(empty, UNITS[:1] if numbers else UNITS):
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
         run = _Row(ev, truth, scores, products, ones, unit, live)
         run.whole = whole
-        out = run(value)
-        passes |= value in run.live
-        run.follow_branches()
-        verdict = run.verdict(out, number)
-        breaks |= run.breaks
-        halves |= run.halves
-        if verdict == "nan" and run.breaks:
-            verdict = "nan_passing"
-        if verdict == "mean" and run.added:
-            everything = min(run.added) >= SWALLOWS
-            verdict = "mean_passing" if everything else UNKNOWN
-        seen.add((verdict, tuple(run.peaks)))
+        verdict = run.outcome(value, number)
+        runs.append(run)
+        if _holds(ev, dropped_rows, support, row):
+            seen.add((verdict, tuple(run.peaks)))
+        elif verdict != "zero":
+            return EmptyRow(UNKNOWN)
+    breaks = any(run.breaks for run in runs)
+    halves = any(run.halves for run in runs)
+    passes = any(run.passes for run in runs)
     if {name for name, _ in seen} == {"nan", "nan_passing"}:
         # A row is hidden by both, or by either.
         return EmptyRow("nan", passes=passes)
     if len(seen) != 1:
         return EmptyRow(UNKNOWN, breaks, halves, passes)
     return EmptyRow(next(iter(seen))[0], breaks, halves, passes)
+
+
+def _holds(ev: Evaluator, b: int, support: Sequence[int], row: int) -> bool:
+    """Whether a boolean function holds, by the values of atoms that include its own."""
+    own, table = ev.alg.bools[b]
+    bits = (row >> support.index(a) & 1 for a in own)
+    return bool(table >> sum(bit << k for k, bit in enumerate(bits)) & 1)
 
 
 def _conditions(ev: Evaluator, b: int) -> Any:
@@ -147,6 +156,7 @@ class _Row:
         whole: The mask, if it is one condition; it does not hold.
         breaks: Whether a derivative between the scores and the result is not finite.
         halves: Whether a maximum of equal numbers is between them.
+        passes: Whether the result passes a gradient on to the scores.
     """
 
     def __init__(self, ev, truth, scores, products, ones, unit, live=None):
@@ -158,7 +168,7 @@ class _Row:
         self.peaks: list[float] = []
         self.added: list[float] = []
         self.live = set(scores if live is None else live)
-        self.breaks = self.halves = False
+        self.breaks = self.halves = self.passes = False
         self.whole: Any = None
         self.branches: list[int] = []
         self.blocks: list[tuple[int, float]] = []
@@ -169,6 +179,19 @@ class _Row:
                 self.flags.setdefault(v, []).append(form)
             elif all(not mono for _, mono in form):
                 self.numbers.setdefault(v, []).append(form)
+
+    def outcome(self, value: int, factor: float) -> str:
+        """The verdict on the result, and what passes a gradient on."""
+        out = self(value)
+        self.passes = value in self.live
+        self.follow_branches()
+        verdict = self.verdict(out, factor)
+        if verdict == "nan" and self.breaks:
+            return "nan_passing"
+        if verdict == "mean" and self.added:
+            everything = min(self.added) >= SWALLOWS
+            return "mean_passing" if everything else UNKNOWN
+        return verdict
 
     def verdict(self, out: Abstract, factor: float) -> str:
         """The verdict on a result times a factor; a block's values are one number."""

@@ -33,7 +33,12 @@ from rewriter.patterns.attention.exponents import added_to_rows
 from rewriter.patterns.attention.joined_keys import over_all_keys
 from rewriter.patterns.attention.precision import rounded
 from rewriter.patterns.attention.result import require_readable, result_form
-from rewriter.patterns.attention.softmax import Softmax, exponents, softmax_parts
+from rewriter.patterns.attention.softmax import (
+    Softmax,
+    exponents,
+    softmax_parts,
+    with_rows_dropped,
+)
 from rewriter.program.graph import Node
 
 ANCHORS = frozenset({"exp", "exp2"})
@@ -134,7 +139,7 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
     miss: Refused | None = None
     for chosen in choices:
         for k, candidate in enumerate(later_forms(find, pv)):
-            for how in ("full", "soft", "whole"):
+            for how in ("full", "soft", "whole", "dropped"):
                 try:
                     parts = Blocks(tuple(chosen), ((pv, side),))
                     yield from _readings(find, candidate, parts, how, sums)
@@ -252,7 +257,8 @@ def read(
         value: The candidate.
         parts: The contractions it is computed from.
         how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias;
-            ``"whole"`` takes a bias as it is, however it was computed.
+            ``"whole"`` takes a bias as it is, however it was computed. With
+            ``"dropped"`` a mask of whole rows is one of weights that are dropped.
         sums: Contractions of the weights with ones.
         mask_as_array: Whether a mask is taken as it is, however it was computed.
         by_wraps: As for `Evaluator`.
@@ -268,7 +274,7 @@ def read(
     in_blocks = len(parts.products) > 1 or bool(parts.scans)
     if in_blocks and not parts.at_once:
         ev.notes.add("sums over blocks of keys are taken at once")
-    made = _softmax(find, ev, value, parts, form, args, how == "soft")
+    made = _softmax(find, ev, value, parts, form, args, how)
     reading = assembled(replace(made, mask_as_array=mask_as_array))
     reading.in_blocks = in_blocks and not parts.at_once
     require_readable(find, ev, reading)
@@ -283,13 +289,15 @@ def _softmax(
     parts: Blocks,
     form: Poly,
     args: tuple[Any, ...],
-    soft: bool,
+    how: str,
 ) -> Softmax:
     """The softmax and its contractions in the form of a candidate."""
     alg = find.algebra
     values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
     over = over_all_keys(alg, form, values)
-    found = softmax_parts(alg, over.form, values | over.values, soft)
+    found = softmax_parts(alg, over.form, values | over.values, how == "soft")
+    if how == "dropped":
+        found = with_rows_dropped(alg, found)
     sides = find.layout_leaves(ev, *(x for n in parts.scores for x in n.ins[:2]))
     qk, bias = exponents(alg, found, sides | over.joined.keys())
     made = Softmax(

@@ -41,6 +41,8 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
         Refused: If that cannot be told, or the op cannot give the same.
     """
     notes = _require_dominant_fills(softmax)
+    if softmax.parts.dropped_rows != TRUE:
+        return _beside_dropped_rows(softmax, operands, notes)
     some = softmax.parts.keep if softmax.some is None else softmax.some
     kept = softmax.alg.both(some, softmax.parts.row_mask)
     if kept == TRUE and _may_lose_rows(softmax, axes):
@@ -57,7 +59,8 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
         return Rows("zero_nan_passing", notes)
     if row.breaks_gradients and give != "nan_passing":
         raise Refused(
-            "gradient",  # no other reading of its fills changes that
+            # Of what is known, no other reading of its fills changes it.
+            "empty_rows" if give == "unknown" else "gradient",
             f"a row without keys gives {_WORDS.get(give, give)}, and NaN in gradients "
             "of its queries",
             score=0.8,
@@ -93,6 +96,27 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     )
 
 
+def _beside_dropped_rows(softmax: Softmax, operands: Operands, notes: Set[str]) -> Rows:
+    """What other rows without keys give, where weights of whole rows are dropped.
+
+    A row that is dropped must be zero in every case, and any other row without keys
+    the mean of the values: the form knows neither.
+
+    Raises:
+        Refused: If that is not so.
+    """
+    alg, parts = softmax.alg, softmax.parts
+    some = parts.keep if softmax.some is None else softmax.some
+    kept = alg.both(some, parts.dropped_rows)
+    ask = lambda live=None: _empty_row(softmax, kept, operands, live)
+    row = ask()
+    if row.gives != "mean" or row.breaks_gradients or row.halves_gradients:
+        text = "rows are set to zero, and other rows without keys are not their mean"
+        raise Refused("rows", text, score=0.1)
+    require_gradients_alike(softmax, row, ask)
+    return Rows("mean", notes)
+
+
 def _may_lose_rows(softmax: Softmax, axes: Axes) -> bool:
     """Whether numbers are added to whole rows: -inf makes such a row NaN.
 
@@ -112,11 +136,11 @@ def _empty_row(
 ) -> EmptyRow:
     alg, parts = softmax.alg, softmax.parts
     atoms = set().union(*(alg.leaves(a) for a, _ in operands.dropped))
-    atoms |= alg.poly_leaves(alg.of_bool(parts.drop_flag))
+    if parts.dropped_rows == TRUE:
+        atoms |= alg.poly_leaves(alg.of_bool(parts.drop_flag))
     dropped = frozenset(softmax.values_of(atoms)), parts.factor
-    return empty_row(
-        softmax.ev, kept, softmax.scores, softmax.products, softmax.value, dropped, live
-    )
+    where = softmax.scores, softmax.products, softmax.value
+    return empty_row(softmax.ev, kept, *where, dropped, live, parts.dropped_rows)
 
 
 def _may_change(softmax: Softmax) -> bool:

@@ -33,6 +33,7 @@ class Parts:
         sink: What is added to the sum of weights.
         zero_rows: Whether rows without keys are set to zero.
         row_mask: A mask of whole rows.
+        dropped_rows: The part of `drop_flag` that is a mask of whole rows.
     """
 
     s: Group
@@ -45,6 +46,7 @@ class Parts:
     sink: Poly = field(default_factory=dict)
     zero_rows: bool = False
     row_mask: int = TRUE
+    dropped_rows: int = TRUE
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,24 @@ def _rows(alg: Algebra, flag: int, parts: Parts) -> Parts:
         else:
             row_mask = alg.both(row_mask, part)
     return dataclasses.replace(parts, zero_rows=zero_rows, row_mask=row_mask)
+
+
+def with_rows_dropped(alg: Algebra, parts: Parts) -> Parts:
+    """Takes a mask of whole rows as one of weights that are dropped.
+
+    Then rows that it hides are zero, and other rows without keys may give something
+    else.
+
+    Raises:
+        Refused: If there is no mask of whole rows.
+    """
+    if parts.row_mask == TRUE:
+        raise Refused("rows", "no weights of whole rows are set to zero", score=0.1)
+    rows = parts.row_mask
+    dropped = alg.both(parts.drop_flag, rows)
+    return dataclasses.replace(
+        parts, drop_flag=dropped, row_mask=TRUE, dropped_rows=rows
+    )
 
 
 def _pair(

@@ -29,6 +29,8 @@ class Space:
             promising first.
         fits: Says, with reasons, whether a config can run: shared memory,
             registers, divisibility.
+        symbolic: Whether `default` takes symbolic sizes. Else the pass gets no config
+            there.
 
     What a forward saves for its backward must not depend on the config.
 
@@ -57,6 +59,7 @@ class Space:
     fits: Callable[[Any, Spec, Device], Verdict] = field(
         default=fits_anywhere, repr=False
     )
+    symbolic: bool = False
 
 
 def worth_measuring(

@@ -89,7 +89,8 @@ def default_configs(
     """Returns kernels with their default configs, chosen by rules of thumb.
 
     Args:
-        spec: The use of the op. With symbolic sizes there is no default config.
+        spec: The use of the op. With symbolic sizes there is a default config only
+            if the kernel's space has one.
         device: Where it will run.
         forward: The forward's kernel; None for the reference.
         backward: The backward's kernel, if it is another one.
@@ -104,7 +105,7 @@ def default_configs(
 
 
 def _thumb(space: Space | None, spec: Spec, device: Device) -> Settings:
-    if space is None or spec.symbolic:
+    if space is None or (spec.symbolic and not space.symbolic):
         return None
     return settings(space.default(spec, device))
 

@@ -11,6 +11,10 @@ import pytest
 from jax import export
 
 import rewriter
+from rewriter.kernels.attention.xla import by_size
+from rewriter.kernels.attention.xla.config import Blocks
+from rewriter.kernels.ragged.dot import xla
+from rewriter.kernels.ragged.dot.xla import Tile
 
 pytestmark = pytest.mark.once
 
@@ -294,6 +298,94 @@ def test_the_reason_why_a_symbolic_length_has_no_pallas_kernel(target):
     (site,) = report.sites
     assert not report.failures
     assert "lengths that are numbers" in dict(site.not_chosen)[TARGETS[target]]
+
+
+def dot(x, w, n):
+    return jax.lax.ragged_dot(x, w, n)
+
+
+def seen(q, k, v, lengths):
+    mask = jnp.arange(k.shape[1])[None] < lengths[:, None]
+    return attention(lambda t, s: mask[:, None, None])(q, k, v)
+
+
+LARGE = ("b", "t", 16, 128)
+ON_ALL = {
+    "length": (attention(below), [LARGE] * 3, ("cuda", "tpu")),
+    "batch and cache": (
+        seen, [("b", 1, 16, 128), LARGE, LARGE, (("b",), N)], ("cuda", "tpu"),
+    ),
+    # A TPU has a kernel of XLA's own.
+    "rows": (dot, [("t", 512), (8, 512, 512), ((8,), N)], ("cuda",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", ON_ALL)
+def test_bounded_memory_on_all_platforms(name, backward):
+    """Where Pallas kernels need known sizes, the plain kernels serve."""
+    f, shapes, platforms = ON_ALL[name]
+    bf16 = [(s, jnp.bfloat16) if not isinstance(s[0], tuple) else s for s in shapes]
+    g = gradient(f, [((), F) if x[1] == jnp.bfloat16 else x for x in bf16])
+    art = rewriter.export(g if backward else f)(*specs_of(bf16))
+    (kernels,) = art.manifest["kernels"]
+    assert {kernels["by_platform"][p] for p in platforms} == {"memory_bounded"}
+    assert not art.manifest["fallbacks"]
+
+
+def test_the_sizes_of_a_call_choose_the_branch():
+    """Few scores are dense, many in tiles; XLA leaves the other branch out."""
+    how = {"scale": 0.3, "window": (None, 0), "empty_rows": "zero"}
+
+    def both(config):
+        def run(q, k, v, up):
+            made = by_size.forward(q, k, v, residuals=True, config=config, **how)
+            out, saved = made
+            more = {"out": out, "residuals": saved, "cotangent": up, "config": config}
+            return out, by_size.backward(q, k, v, **more, **how)
+
+        return run
+
+    config = Blocks(16, 16, dense_below=4 * 2 * 4 * 32 * 32)
+    specs = specs_of([Q] * 4)
+    call = export.export(jax.jit(both(config)))(*specs).call
+    for t, dense in ((31, True), (32, False)):
+        arrays = arrays_of(specs, {"b": 2, "t": t})
+        text = jax.jit(call).lower(*arrays).compile().as_text()
+        assert "conditional" not in text
+        assert ("while" in text) != dense
+        for x, y in zip(
+            jax.tree.leaves(call(*arrays)),
+            jax.tree.leaves(jax.jit(both(None))(*arrays)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_rows_of_a_call_choose_the_branch(backward):
+    """Few rows are multiplied by XLA, many by a loop over groups."""
+    config = Tile(16, dense_below=64)
+    how = {"config": config}
+    ours = lambda x, w, n, up: (
+        xla.backward(x, w, n, cotangent=up, **how)
+        if backward
+        else xla.forward(x, w, n, **how)
+    )
+    theirs = lambda x, w, n, up: (
+        dict(zip(("lhs", "rhs"), jax.vjp(dot, x, w, n)[1](up), strict=False))
+        if backward
+        else dot(x, w, n)
+    )
+    specs = specs_of([("t", 16), (4, 16, 32), ((4,), N), ("t", 32)])
+    call = export.export(jax.jit(ours))(*specs).call
+    for t, sizes in ((63, (1, 0, 30, 30)), (64, (1, 0, 30, 33)), (200, (7, 99, 0, 3))):
+        x, w, _, up = arrays_of(specs, {"t": t})
+        arrays = x, w, jnp.array(sizes, N), up
+        assert "conditional" not in jax.jit(call).lower(*arrays).compile().as_text()
+        got, want = call(*arrays), jax.jit(theirs)(*arrays)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
 
 LOOK_ALIKES = {

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.estimate import estimate
+from rewriter.kernels.attention.xla import by_size
 from rewriter.kernels.attention.xla.backward import backward as backward
 from rewriter.kernels.attention.xla.backward import with_passed as with_passed
 from rewriter.kernels.attention.xla.config import Blocks as Blocks
@@ -60,7 +61,8 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     On an H200 (``tests/bench/results/tuning_h200.json``) it takes 0.8 of XLA's time in
     float32, and a third of its memory under a causal mask. XLA is faster where a
     program keeps its scores in 16 bits. There this kernel is chosen only if the scores
-    would take 32 GiB. Where cuDNN may be used, it takes a tenth.
+    would take 32 GiB. Where cuDNN may be used, it takes a tenth. Of symbolic sizes the
+    program decides when it runs: see `by_size`.
 
     The measure is what the program holds in f32: its scores, and its turned
     copies of k and v. The table has the original's time over ours, forward | with
@@ -82,7 +84,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     t1 s32768 b4 n8 h64 [4 + 512]          4.4 | 1.4
     """
     if spec.symbolic:
-        return _pays_for_any_size(spec, platform)
+        return YES  # `by_size` leaves small ones to the reference
     b, t, n, h = spec.shape("q")
     s, heads, e = spec.shape("k")[1], spec.shape("k")[2], spec.shape("v")[3]
     scores, lines = 4 * b * n * t * s, 4 * b * s * heads * (h + e)
@@ -113,23 +115,6 @@ def _pays_on_gpu(spec: Spec, platform: str, scores: int) -> Verdict:
     return no("platform", f"{text} bits is faster on cuda")
 
 
-def _pays_for_any_size(spec: Spec, platform: str) -> Verdict:
-    """Whether `forward` is worth its place where sizes are known only when it runs.
-
-    Scores of a symbolic batch or length may take any memory; those of a small size
-    take XLA's time on a CPU.
-    """
-    if platform == "cpu":
-        return YES
-    if platform != "cuda":
-        return no("platform", f"not measured to be faster than XLA on {platform}")
-    if spec.has("mask") and spec.shape("mask")[2] != 1:
-        return no("mask", "under a table of masks XLA is faster on cuda")
-    if jnp.dtype(spec.dtype("q")).itemsize > 2:
-        return YES
-    return no("platform", "XLA's dense attention in 16 bits is faster on cuda")
-
-
 def _saves(spec: Spec) -> list[Any]:
     """The log-sum-exp of each row, [b, n, t]."""
     b, t, n, _ = spec.shape("q")
@@ -137,8 +122,10 @@ def _saves(spec: Spec) -> list[Any]:
     return [((b, n, t), jnp.promote_types(jnp.result_type(*types), jnp.float32))]
 
 
+SPACE = Space(Blocks, default, configs, symbolic=True)
+
 KERNEL = XLA.kernel(
-    "attention", forward, backward, supports, Speed(profitable, estimate=estimate),
-    Space(Blocks, default, configs), saves_out=True, merges=True, saves=_saves,
-    flat=True,
+    "attention", by_size.forward, by_size.backward, supports,
+    Speed(profitable, estimate=estimate), SPACE, saves_out=True, merges=True,
+    saves=_saves, flat=True,
 )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from rewriter.ops.device import Device
@@ -20,12 +22,15 @@ class Blocks:
         tile: Scores held at once, for all heads and batch entries of a step: 2 MiB in
             f32, so that a tile stays in a CPU's cache.
         lines: Entries of k held at once, the bound for a tile of few rows.
+        dense_below: Bytes of float32 scores below which the reference computes a use
+            whose sizes are known only when the program runs.
     """
 
     rows: int = 512
     keys: int = 512
     tile: int = 1 << 19
     lines: int = 1 << 19
+    dense_below: int = 0
 
 
 DEFAULT = Blocks()
@@ -54,4 +59,22 @@ def default(spec: Spec, device: Device) -> Blocks:
     """Returns blocks for a CPU's cache, or for a GPU's many cores."""
     if device.platform == "cpu":
         return DEFAULT
-    return LARGER if spec.param("window") == (None, None) else LARGE
+    blocks = LARGER if spec.param("window") == (None, None) else LARGE
+    if not spec.symbolic:
+        return blocks
+    return replace(blocks, dense_below=least_scores(spec, device.platform))
+
+
+def least_scores(spec: Spec, platform: str) -> int:
+    """Returns from how many bytes of float32 scores on `forward` is worth it on a GPU.
+
+    On a TPU, where it was not measured, it is a fourth of a small chip's memory.
+    """
+    if platform != "cuda":
+        return 4 << 30
+    dense = spec.has("mask") and spec.shape("mask")[2] != 1
+    return 32 << 30 if dense or _in_16_bits(spec) else 128 << 20
+
+
+def _in_16_bits(spec: Spec) -> bool:
+    return jnp.dtype(spec.dtype("q")).itemsize <= 2

@@ -5,12 +5,15 @@ loop over the groups holds a loop over the tiles of rows that the group has;
 an empty group costs one step that does nothing. Tiles have a fixed size, so
 the last one of a group reaches into its neighbours, whose rows are masked:
 at most m / rows + g tiles in all.
+
+On a GPU a loop pays from some number of rows on. Where rows are symbolic, the exported
+program decides when it is compiled: XLA keeps one branch.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from jax.core import min_dim
 
 from rewriter.kernels.ragged.dot import estimate
 from rewriter.kernels.ragged.dot.ranges import as_ragged_dot_has
+from rewriter.kernels.ragged.dot.reference import reference
 from rewriter.kernels.ragged.dot.use import Use
 from rewriter.kernels.ragged.dot.use import forward as forward_of
 from rewriter.kernels.shared.kinds import XLA
@@ -70,7 +74,7 @@ def _of_rows(spec: Spec) -> tuple[str, ...]:
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns whether `forward` is likely to beat XLA's lowering: 2 groups do.
 
-    On a GPU `estimate` decides.
+    On a GPU `estimate` decides; of symbolic rows the program does when it runs.
 
     Measured on 2 cores of an AMD EPYC (Zen 4), f32, jax 0.10.2 and 0.12.0,
     original time over ours, forward | with gradients, (m, k, n, g):
@@ -85,6 +89,9 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     8 1024 1024 8      3 to 7 | 4
     """
     (groups,) = spec.shape("group_sizes")
+    if platform == "cuda" and spec.symbolic:
+        never = no("model", "estimated to be slower than XLA for any number of rows")
+        return YES if least_rows(spec, platform) else never
     if platform != "cpu":
         return estimate.best(spec, platform, "memory_bounded")
     if groups < 2:
@@ -115,15 +122,33 @@ class Tile:
 
     Attributes:
         rows: Rows multiplied at once; None for `tile_rows`.
+        dense_below: Rows below which XLA computes a use whose rows are known only when
+            the program runs.
     """
 
     rows: int | None = None
+    dense_below: int = 0
 
 
 def default(spec: Spec, device: Device) -> Tile:
     """Returns the rule of thumb, which depends on rows per group."""
-    del spec, device
-    return Tile()
+    if not spec.symbolic or device.platform == "cpu":
+        return Tile()
+    return Tile(dense_below=least_rows(spec, device.platform) or 0)
+
+
+def least_rows(spec: Spec, platform: str) -> int | None:
+    """Returns from how many rows on a loop is faster on a GPU; None for never."""
+    known = (2**k for k in range(4, 21))
+    pays = lambda m: estimate.best(with_rows(spec, m), platform, "memory_bounded").ok
+    return next((m for m in known if pays(m)), None)
+
+
+def with_rows(spec: Spec, rows: int) -> Spec:
+    """Returns the use with a number in the place of symbolic rows."""
+    number = lambda d: d if isinstance(d, int) else rows
+    shapes = ((name, tuple(map(number, shape))) for name, shape in spec.shapes)
+    return replace(spec, shapes=tuple(shapes))
 
 
 def configs(spec: Spec, device: Device) -> list[Tile]:
@@ -135,10 +160,16 @@ def configs(spec: Spec, device: Device) -> list[Tile]:
 
 def _product(use: Use, config: Tile | None, first_row: Array | None = None) -> Array:
     """The result, by a loop over groups and tiles of their rows."""
-    m = use.lhs.shape[0]
-    size = (config or Tile()).rows or tile_rows(m, use.group_sizes.shape[0])
+    m, config = use.lhs.shape[0], config or Tile()
+    size = config.rows or tile_rows(m, use.group_sizes.shape[0])
     run = _contracted if use.contracting else _ragged
-    return run(use, _ranges(use.group_sizes, m, first_row), min_dim(size, m))
+    looped = lambda: run(use, _ranges(use.group_sizes, m, first_row), min_dim(size, m))
+    if isinstance(m, int) or not config.dense_below or first_row is not None:
+        return looped()
+    few = jnp.asarray(m, jnp.int32) < config.dense_below
+    operands = use.lhs, use.rhs, use.group_sizes
+    how = {"mode": use.mode, "out_dtype": str(use.dtype), "precision": use.precision}
+    return lax.cond(few, lambda: reference(*operands, **how), looped)
 
 
 forward = functools.partial(forward_of, _product)
@@ -281,5 +312,6 @@ def _wide(*arrays: Array) -> Any:
 
 KERNEL = XLA.kernel(
     "ragged_dot", forward, backward, supports,
-    Speed(profitable, estimate=estimate.estimate), Space(Tile, default, configs),
+    Speed(profitable, estimate=estimate.estimate),
+    Space(Tile, default, configs, symbolic=True),
 )  # fmt: skip
