@@ -267,7 +267,9 @@ class _Picks:
         atoms = [a for _, mono in rest for a, _ in mono if alg.kind(a) != "iota"]
         if len(atoms) == 1 and alg.defs[atoms[0]][0] == "fn":
             name, inner = alg.defs[atoms[0]][1:3]
-            found = [how for how, is_so in OUTSIDE.items() if str(name).startswith(is_so)]
+            found = [
+                how for how, is_so in OUTSIDE.items() if str(name).startswith(is_so)
+            ]
             if found:
                 outside = found[0]
                 atoms = [a for (_, m), _ in inner for a, _ in m]
