@@ -69,7 +69,7 @@ class Loss:
 
     def labels(self, labels: jax.Array) -> jax.Array:
         """The classes that have gradients, in at least 32 bits; others are no class."""
-        labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+        labels = signed(labels)
         if self.outside == "clip":
             labels = jnp.clip(labels, 0, self.classes - 1)
         return labels
@@ -166,6 +166,17 @@ class Loss:
             return lse
         other = jax.lax.stop_gradient(promised) if self.outside == "promise" else 0
         return jnp.where(inside, lse, other)
+
+
+def signed(labels: jax.Array) -> jax.Array:
+    """Returns labels in at least 32 bits; what is beyond the largest int32 becomes it.
+
+    Else an unsigned label would wrap around to one below zero.
+    """
+    if labels.dtype in (jnp.uint32, jnp.uint64):
+        most = jnp.iinfo(jnp.int32).max
+        return jnp.minimum(labels, labels.dtype.type(most)).astype(jnp.int32)
+    return labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
 
 
 def _finite_share(slope: jax.Array, lse: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.cross_entropy.rows import Loss
+from rewriter.kernels.cross_entropy.rows import Loss, signed
 from rewriter.ops.op import Part, Sharding
 
 OF_ALL = (
@@ -46,8 +46,7 @@ def _local(
     part, labels = parts["v"], operands["labels"]
     size = _classes(operands)
     if params["outside"] in ("clip", "promise"):
-        labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
-        labels = jnp.clip(labels, 0, size * part.count - 1)
+        labels = jnp.clip(signed(labels), 0, size * part.count - 1)
     first = jnp.asarray(part.index, jnp.int32) * jnp.int32(size)
     own = {k: v for k, v in params.items() if k not in OF_ALL}
     own |= {"reduced": True, "outside": "zero"}

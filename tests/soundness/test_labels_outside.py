@@ -74,6 +74,13 @@ OF_LOGITS: dict[str, Loss] = {
     "z loss": lambda y, i: (lambda t: t - y[jnp.arange(M), i] + 0.1 * t**2)(total(y)),
     "smoothing": lambda y, i: -0.9 * logs(y)[jnp.arange(M), i] - 0.1 * logs(y).mean(-1),
     "small labels": lambda y, i: -logs(y)[jnp.arange(M), i.astype("int8")],
+    "unsigned labels": lambda y, i: total(y) - y[jnp.arange(M), i.astype("uint32")],
+    "unsigned labels, vmap": lambda y, i: (
+        -jax.vmap(lambda p, j: p[j])(logs(y), i.astype("uint32"))
+    ),
+    "unsigned labels, one-hot": lambda y, i: (
+        -(jax.nn.one_hot(i.astype("uint32"), V) * logs(y)).sum(-1)
+    ),
     "rows of other means": lambda y, i: (lambda z: total(z) - z[jnp.arange(M), i])(
         y - y.mean(-1, keepdims=True)
     ),
