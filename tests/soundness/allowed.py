@@ -133,8 +133,8 @@ def by_total(program: Program) -> Program:
     """Returns the program with gradients by the log-sum-exp of each row, as a kernel's.
 
     Of a row the kernel keeps that number l alone: weights are ``exp(s - l)``. Its
-    rounding counts where scores are large. A maximum that is subtracted has no gradient,
-    as that cancels.
+    rounding counts where scores are large. A maximum that is subtracted has no
+    gradient, as that cancels.
     """
     written = _written(program, TOTALS)
     if written == program:
