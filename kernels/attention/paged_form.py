@@ -57,6 +57,7 @@ def attended(
     heads_axis: int = 2,
     wraps: bool = True,
     fills: bool = False,
+    promises: bool = False,
     **given: Any,
 ) -> Array:
     """Returns attention over the pages that a table names.
@@ -68,16 +69,15 @@ def attended(
         heads_axis: The pools' axis of heads.
         wraps: Whether a negative number of a page counts from the end.
         fills: Whether a page beyond the pool is NaN; else it is the nearest one.
+        promises: Whether the nearest one has no gradient there.
         **given: The other operands and parameters of attention, over s = p z keys.
 
     Returns:
         [b, t, n, e].
     """
     table = jnp.broadcast_to(table, (given["q"].shape[0], table.shape[1]))
-    k, v = (
-        gathered(x, table, heads_axis=heads_axis, wraps=wraps, fills=fills)
-        for x in (k_pages, v_pages)
-    )
+    how = {"heads_axis": heads_axis, "wraps": wraps, "fills": fills}
+    k, v = (gathered(x, table, **how, promises=promises) for x in (k_pages, v_pages))
     return attend(k=k, v=v, **given)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.attention import latent_form
 from rewriter.kernels.attention.latent_form import OWN
-from rewriter.kernels.attention.pages import PARAMS
+from rewriter.kernels.attention.pages import PARAMS, mode_of
 from rewriter.ops.form import Form, special_form
 from rewriter.ops.op import Op, Operand
 from rewriter.ops.spec import Spec
@@ -63,6 +63,7 @@ def attended(
     k_rope_pages: Array | None = None,
     wraps: bool = True,
     fills: bool = False,
+    promises: bool = False,
     **given: Any,
 ) -> Array:
     """Returns latent attention over the pages that a table names.
@@ -73,6 +74,7 @@ def attended(
         attend: Computes attention of q, k and v.
         wraps: Whether a negative number of a page counts from the end.
         fills: Whether a page beyond the pool is NaN; else it is the nearest one.
+        promises: Whether the nearest one has no gradient there.
         **given: The other operands and parameters of latent attention, over s = p z
             keys.
 
@@ -82,7 +84,7 @@ def attended(
     table = jnp.broadcast_to(table, (given["q"].shape[0], table.shape[1]))
     for name, pool in (("latent", latent_pages), ("k_rope", k_rope_pages)):
         if pool is not None:
-            mode = "fill" if fills else "clip"
+            mode = mode_of(fills, promises)
             taken = pool.at[table].get(mode=mode, wrap_negative_indices=wraps)
             b, p, z, wide = taken.shape
             given[name] = taken.reshape(b, p * z, wide)

@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 
     from jax import Array
 
-PARAMS = {"heads_axis": 2, "wraps": True, "fills": False}
+PARAMS = {"heads_axis": 2, "wraps": True, "fills": False, "promises": False}
 """The parameters of pages, with their defaults."""
 
 AXES = ("kpzh", "pkzh", "pzkh")
 """Axes of a pool by ``heads_axis``: heads k, pages p, positions of a page z, h."""
+
+
+def mode_of(fills: bool, promises: bool) -> str:
+    """Returns the mode of a gather of pages; arguments are as in `gathered`."""
+    return "fill" if fills else "promise_in_bounds" if promises else "clip"
 
 
 def gathered(
@@ -31,6 +36,7 @@ def gathered(
     heads_axis: int = 2,
     wraps: bool = True,
     fills: bool = False,
+    promises: bool = False,
 ) -> Array:
     """Returns the keys or values that a table of pages names, [b, p z, k, h].
 
@@ -41,12 +47,11 @@ def gathered(
         heads_axis: The pool's axis of heads.
         wraps: Whether a negative number of a page counts from the end.
         fills: Whether a page beyond the pool is NaN; else it is the nearest one.
+        promises: Whether the nearest one has no gradient there.
     """
     axes = AXES[heads_axis]
     at = (slice(None),) * axes.index("p") + (table,)
-    taken = pool.at[at].get(
-        mode="fill" if fills else "clip", wrap_negative_indices=wraps
-    )
+    taken = pool.at[at].get(mode=mode_of(fills, promises), wrap_negative_indices=wraps)
     found = axes.replace("p", "bp")
     taken = taken.transpose([found.index(x) for x in "bpzkh"])
     b, p, z, k, h = taken.shape

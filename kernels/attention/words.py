@@ -53,7 +53,11 @@ WORDS = {
     "window": window,
     "shift": shift,
     **dict.fromkeys(
-        ("empty_rows", "heads_axis", "wraps", "fills", "unshifted", "weights"), unsaid
+        (
+            "empty_rows", "heads_axis", "wraps", "fills", "promises", "unshifted",
+            "weights",
+        ),
+        unsaid,
     ),
-}
+}  # fmt: skip
 """Parameters that have words of their own, or none."""

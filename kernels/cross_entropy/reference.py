@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 LIMITS = frozenset({"-inf", "+inf"})
-MODES = {"nan": "fill", "clip": "clip"}
+MODES = {"nan": "fill", "clip": "clip", "promise": "promise_in_bounds"}
 
 
 def reference(
@@ -39,7 +39,8 @@ def reference(
         label_smoothing: The share of the target that all classes have alike.
         z_loss: The weight of the squared log-sum-exp.
         outside: What a label that is no class picks: ``"nan"``, ``"zero"``, or
-            ``"clip"`` for the nearest class.
+            ``"clip"`` for the nearest class. ``"promise"`` picks the nearest too, but
+            passes no gradient to it.
         of_log_probabilities: Whether log-probabilities are picked, and not logits. A
             label that is no class, and picks zero, then has no loss.
         whole_slopes: Whether gradients are those of ``l - logits[label]`` also for a

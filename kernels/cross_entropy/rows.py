@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-OUTSIDE = ("nan", "zero", "clip")
+OUTSIDE = ("nan", "zero", "clip", "promise")
 """What a label that is no class picks: NaN, as `jax.numpy.take_along_axis` does; 0, as
-a one-hot row does; or the nearest class."""
+a one-hot row does; or the nearest class. As `y[rows, labels]` promises that there is no
+such label, XLA gives the nearest class, and it no gradient."""
 
 NAN_AT = ("both", "+inf", "-inf", "none")
 """Infinities of a row's maximum that make its log-sum-exp NaN."""
@@ -67,11 +68,23 @@ class Loss:
     nan_at: str = "both"
 
     def labels(self, labels: jax.Array) -> jax.Array:
-        """The classes that are picked, in at least 32 bits; others are no class."""
-        labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+        """The classes that have gradients, in at least 32 bits; others are no class."""
+        labels = signed(labels)
         if self.outside == "clip":
             labels = jnp.clip(labels, 0, self.classes - 1)
         return labels
+
+    def picks(self, labels: jax.Array) -> jax.Array:
+        """The classes whose logits are picked, of what `labels` gives."""
+        if self.outside == "promise":
+            return jnp.clip(labels, 0, self.classes - 1)
+        return labels
+
+    def without_slopes(self, picked: jax.Array, labels: jax.Array) -> jax.Array:
+        """Returns picked logits without gradients of those that are promised away."""
+        if self.outside != "promise":
+            return picked
+        return jnp.where(self._inside(labels), picked, jax.lax.stop_gradient(picked))
 
     def total(self, lse: jax.Array) -> jax.Array:
         """Returns log-sum-exps as the program has them, NaN at some infinities.
@@ -96,11 +109,12 @@ class Loss:
             return jnp.stack(each, -1)
         inside = self._inside(labels)
         if self.used:
-            other = (labels >= self.used) & inside
+            picks = self.picks(labels)
+            other = (picks >= self.used) & self._inside(picks)
             picked = picked + jnp.where(other, self.fill, 0).astype(picked.dtype)
         if self.outside == "nan":
             picked = jnp.where(inside, picked, jnp.nan)
-        own = self._of_label(lse, inside) - picked
+        own = self._of_label(lse, inside, lse) - picked
         if self.whole_slopes:
             own = own + jnp.where(inside, 0, lse - jax.lax.stop_gradient(lse))
         out = own
@@ -134,16 +148,35 @@ class Loss:
         """The derivatives by the log-sum-exps, labels fixed."""
         own = jnp.ones_like(lse)
         if not self.whole_slopes:
-            own = self._of_label(own, self._inside(labels))
+            own = self._of_label(own, self._inside(labels), jnp.zeros_like(own))
         out = (1 - self.label_smoothing) * own + self.label_smoothing
         return out + 2 * self.z_loss * lse if self.z_loss else out
 
     def _inside(self, labels: jax.Array) -> jax.Array:
         return (labels >= 0) & (labels < self.classes)
 
-    def _of_label(self, lse: jax.Array, inside: jax.Array) -> jax.Array:
-        """The log-sum-exp that the picked log-probability holds."""
-        return jnp.where(inside, lse, 0) if self.of_log_probabilities else lse
+    def _of_label(
+        self, lse: jax.Array, inside: jax.Array, promised: jax.Array
+    ) -> jax.Array:
+        """The log-sum-exp that the picked log-probability holds, or its derivative.
+
+        `promised` is that of a label that is promised to be a class, and is none.
+        """
+        if not self.of_log_probabilities:
+            return lse
+        other = jax.lax.stop_gradient(promised) if self.outside == "promise" else 0
+        return jnp.where(inside, lse, other)
+
+
+def signed(labels: jax.Array) -> jax.Array:
+    """Returns labels in at least 32 bits; what is beyond the largest int32 becomes it.
+
+    Else an unsigned label would wrap around to one below zero.
+    """
+    if labels.dtype in (jnp.uint32, jnp.uint64):
+        most = jnp.iinfo(jnp.int32).max
+        return jnp.minimum(labels, labels.dtype.type(most)).astype(jnp.int32)
+    return labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
 
 
 def _finite_share(slope: jax.Array, lse: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.cross_entropy.rows import Loss
+from rewriter.kernels.cross_entropy.rows import Loss, signed
 from rewriter.ops.op import Part, Sharding
 
 OF_ALL = (
@@ -45,9 +45,8 @@ def _local(
         return operands, params
     part, labels = parts["v"], operands["labels"]
     size = _classes(operands)
-    if params["outside"] == "clip":
-        labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
-        labels = jnp.clip(labels, 0, size * part.count - 1)
+    if params["outside"] in ("clip", "promise"):
+        labels = jnp.clip(signed(labels), 0, size * part.count - 1)
     first = jnp.asarray(part.index, jnp.int32) * jnp.int32(size)
     own = {k: v for k, v in params.items() if k not in OF_ALL}
     own |= {"reduced": True, "outside": "zero"}
@@ -71,6 +70,10 @@ def _finish(
     part, smoothing = parts["v"], params["label_smoothing"]
     classes = _classes(operands) * part.count
     lse, target = out[..., 0], out[..., 1]
+    how = {k: params[k] for k in (*OF_ALL[:-1], "label_smoothing", "used")}
+    loss = Loss(classes, **how)
+    labels = loss.labels(operands["labels"])
+    target = loss.without_slopes(target, labels)
     if smoothing:
         target = (1 - smoothing) * target + smoothing / classes * out[..., 2]
     top = lax.pmax(lax.stop_gradient(lse), part.axes)
@@ -79,9 +82,6 @@ def _finish(
     own = jnp.where(infinite, jnp.where(lse == jnp.inf, jnp.inf, 0), 0)
     lse = jnp.exp(jnp.where(infinite, -jnp.inf, lse) - shift) + own
     weight, target = lax.psum((lse, target), part.axes)
-    how = {k: params[k] for k in (*OF_ALL[:-1], "label_smoothing", "used")}
-    loss = Loss(classes, **how)
-    total = loss.total(jnp.log(weight) + shift)
-    none, labels = jnp.zeros_like(target), loss.labels(operands["labels"])
+    total, none = loss.total(jnp.log(weight) + shift), jnp.zeros_like(target)
     value = loss.value(total, none, none, labels) - target
     return value.astype(params["out_dtype"] or value.dtype)

@@ -89,7 +89,7 @@ def forward(
     classes, labels = _classes(logits, first), loss.labels(labels)
     y = _masked(logits.astype(wide), classes, loss)
     lse = loss.total(jax.nn.logsumexp(y, axis=-1))
-    picked = jnp.where(_hits(classes, labels, loss), y, 0).sum(-1)
+    picked = jnp.where(_hits(classes, loss.picks(labels), loss), y, 0).sum(-1)
     out = loss.value(lse, picked, y.sum(-1), labels).astype(out_dtype or wide)
     return (out, (lse,)) if residuals else out
 

@@ -109,7 +109,8 @@ def gradients(head: Head, loss: Loss, known: Rows) -> tuple[jax.Array, jax.Array
     lse, d = totals_and_gradients(
         product, first, by_total, zero.each * s, _form(head, loss)
     )
-    own, sums = picked(head, product, labels), head.total(head.logits(product))
+    own = picked(head, product, loss.picks(labels))
+    sums = head.total(head.logits(product))
     lse = loss.total(lse)
     value = loss.value(lse, own, sums, labels)
     slopes = loss.slopes(lse, labels, up)

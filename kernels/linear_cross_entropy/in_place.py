@@ -53,7 +53,7 @@ def together(
     labels = loss.labels(rows["labels"])
     x = _parts(rows["x"], k, beside)
     held = [head.product(part) for part in x[:2]]
-    picks = _parts(labels, k, beside)
+    picks = _parts(loss.picks(labels), k, beside)
     some = [steps.reduced(head, y, p) for y, p in zip(held, picks, strict=False)]
     again = _reduced_again(head, x[2], picks[2], config)
     lse, picked, total = (

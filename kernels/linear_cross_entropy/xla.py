@@ -132,10 +132,11 @@ def forward(
 
     def block(part: Rows, _: None) -> tuple[None, Rows]:
         classes = loss.labels(part["labels"])
+        picks = loss.picks(classes)
         if columns == head.classes:
-            lse, picked, total = steps.reduced(head, head.product(part["x"]), classes)
+            lse, picked, total = steps.reduced(head, head.product(part["x"]), picks)
         else:
-            lse, picked, total = reduced(head, part["x"], classes, columns)
+            lse, picked, total = reduced(head, part["x"], picks, columns)
         lse = loss.total(lse)
         value = loss.value(lse, picked, total, classes)
         return None, {"out": value.astype(out_dtype or value.dtype), "lse": lse}
@@ -344,17 +345,17 @@ def together(
     added = in_parts(count, rows)
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
-        product, picks = head.product(part["x"]), loss.labels(part["labels"])
-        known = part | {"classes": picks, "product": product}
+        product, hits = head.product(part["x"]), loss.labels(part["labels"])
+        known = part | {"classes": hits, "product": product}
         if steps.gradients is not None and columns == classes:
             value, d = steps.gradients(head, loss, known)
             dtypes = {"x": x.dtype} | {n: s.dtype for n, s in sums.items()}
             found = head.back_of_narrow(part["x"], d, dtypes)
             sums = {n: s + found[n] if added else found[n] for n, s in sums.items()}
             return sums, {"x": found["x"], "out": value}
-        lse, picked, total = steps.reduced(head, product, picks)
+        lse, picked, total = steps.reduced(head, product, loss.picks(hits))
         lse = loss.total(lse)
-        value = loss.value(lse, picked, total, picks)
+        value = loss.value(lse, picked, total, hits)
         sums, found = _gradients(head, loss, known | {"lse": lse}, sums, columns, added)
         return sums, found | {"out": value}
 

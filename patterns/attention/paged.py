@@ -116,6 +116,7 @@ def paged(find: Finder, reading: Reading) -> Reading:
         "heads_axis": AXES.index(keys.axes),
         "wraps": keys.name.wraps,
         "fills": keys.name.fills,
+        "promises": keys.name.promises,
     }
     return dataclasses.replace(
         reading, op=NAME, operands={**rest, **own}, params=params

@@ -73,7 +73,8 @@ def paged(find: Finder, reading: Reading) -> Reading:
     numbers = alg.of_atom(alg.atom("leaf", source.table, rows))
     own["table"] = operand(numbers, reading.out_groups[0], page)
     rest = {n: o for n, o in reading.operands.items() if n not in ("latent", "k_rope")}
-    params = {**reading.params, "wraps": source.wraps, "fills": source.fills}
+    of_pages = {n: getattr(source, n) for n in ("wraps", "fills", "promises")}
+    params = {**reading.params, **of_pages}
     return dataclasses.replace(
         reading, op=NAME, operands={**rest, **own}, params=params
     )

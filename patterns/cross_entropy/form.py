@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewriter.algebra.canonicalize.arithmetic import counts_hits
+from rewriter.algebra.canonicalize.gathered_entries import NEAREST, PROMISED
 from rewriter.algebra.normal_form import TRUE, Algebra, Index, Monomial, Poly
 from rewriter.find.reading import Refused, flat_indices
+
+OUTSIDE = {"clip": f"{NEAREST} ", "promise": f"{PROMISED} "}
+"""What labels pick that are no class, by how the name of their form begins."""
 
 
 @dataclass(frozen=True)
@@ -263,8 +267,11 @@ class _Picks:
         atoms = [a for _, mono in rest for a, _ in mono if alg.kind(a) != "iota"]
         if len(atoms) == 1 and alg.defs[atoms[0]][0] == "fn":
             name, inner = alg.defs[atoms[0]][1:3]
-            if str(name).startswith("within "):
-                outside = "clip"
+            found = [
+                how for how, is_so in OUTSIDE.items() if str(name).startswith(is_so)
+            ]
+            if found:
+                outside = found[0]
                 atoms = [a for (_, m), _ in inner for a, _ in m]
         if len(atoms) != 1 or alg.kind(atoms[0]) != "leaf":
             raise Refused("labels", "labels are not an array of integers", score=0.4)

@@ -29,6 +29,7 @@ from rewriter.find.region import Place, Regions
 from rewriter.find.search_cache import Proved, SearchCache
 from rewriter.find.sieve import Step
 from rewriter.find.sliced_operands import pieces
+from rewriter.find.width import require_width
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Op
 from rewriter.ops.registry import registry
@@ -287,6 +288,7 @@ def _at(
         if any((pattern.name, v) in find.found for v in inner):
             continue  # one holds the other: the first stays
         try:
+            require_width(find.graph, reading, spec, inner)
             read = with_precision(find.graph, pattern.op, reading, spec, inner)
         except Refused as refusal:
             find.missed(pattern.name, anchor, refusal)

@@ -185,9 +185,29 @@ def pruned_unshifted(q):
     return attend(keep, q=q)
 
 
+def promised(y, i):
+    return jax.grad(lambda y: -jax.nn.log_softmax(y)[N[:, 0], i].sum())(y)
+
+
+def clipped(y, i):
+    pick = lambda y: -jax.nn.log_softmax(y).at[N[:, 0], i].get(mode="clip").sum()
+    return jax.grad(pick)(y)
+
+
+def same_class(s):
+    hot = jax.nn.one_hot(s, 3)
+    return attend(hot @ hot.T > 0, fill=-1e9)
+
+
+def any_class(s):
+    del s
+    return attend(True)
+
+
 POSITIONS = np.arange(T, dtype=np.float32)
 ROWS = np.where(np.arange(64)[:, None] == 5, 0, normal(64, 32, seed=3))
 LARGE = 60 * np.asarray(normal(T))
+LOGITS = normal(T, 5, seed=4)
 BITS = np.random.default_rng(0).integers(0, 2**32, (T, T), dtype=np.uint32)
 INFINITE = np.array(Q)
 INFINITE[:, -4:] = np.inf
@@ -208,9 +228,11 @@ CASES = {
     "operand by softmax": (gate_bias, gate_bias_unshifted, (LARGE[None],)),
     "mask by softmax": (gate_mask, gate_mask_unshifted, (LARGE[None],)),
     "scale by softmax": (gated_norm, gated_norm_unshifted, (ROWS, LARGE[:32])),
+    "promised labels": (promised, clipped, (LOGITS, np.where(POSITIONS % 9, 1, -100))),
+    "products of one-hot rows": (same_class, any_class, (np.arange(T) // 40,)),
     "pruned weights": (pruned, pruned_unshifted, (40 * np.asarray(Q),)),
 }  # fmt: skip
-"""Fifteen programs that were once rewritten to other numbers."""
+"""Programs that were once rewritten to other numbers."""
 
 
 def flat(fn):
@@ -244,6 +266,8 @@ TAME = {
     "guarded scores": (Q,),
     "unsigned bits": (np.zeros((T, T), np.uint32),),
     "length - 1": (np.uint32(4),),
+    "promised labels": (LOGITS, np.ones(T, np.int32)),
+    "products of one-hot rows": (np.zeros(T, np.int32),),
     "operand by softmax": (normal(1, T),),
     "mask by softmax": (normal(1, T),),
     "scale by softmax": (ROWS, normal(32)),

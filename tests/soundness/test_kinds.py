@@ -207,6 +207,57 @@ FOLDED = {
     "root": (lambda: masked(jnp.sqrt(jnp.float32(2)) ** 2 > DISTANCE),),
 }
 
+FEW = np.random.default_rng(1).integers(0, 3, T).astype("int32")
+WIDE = normal(5, T, 3, scale=60)
+
+
+def hot(s: Any, dtype: Any = "float32") -> Any:
+    return jax.nn.one_hot(s, 3, dtype=dtype)
+
+
+def gram(x: Any) -> Any:
+    return x @ x.T
+
+
+CONTRACTED = {
+    "same class": (lambda s: masked(gram(hot(s)) > 0), FEW),
+    "not another": (lambda s: masked(gram(hot(s)) != 0), FEW),
+    "not none": (lambda s: masked(~(gram(hot(s)) <= 0)), FEW),
+    "bfloat16": (lambda s: masked(gram(hot(s, "bfloat16")) > 0), FEW),
+    "no class": (lambda s: masked(gram(hot(s - 1)) > 0), FEW),
+    "whole numbers": (lambda s: masked(gram(hot(s, "int32")) > 0), FEW),
+    "as booleans": (lambda s: masked(gram(hot(s)).astype(bool)), FEW),
+    "at least one": (lambda s: masked(gram(hot(s)) >= 1), FEW),
+    "a class of each": (lambda s: masked(hot(s - 1) @ jnp.ones((3, T)) > 0), FEW),
+    "weighted": (
+        lambda s: masked(
+            jnp.einsum("tc,sc,c->ts", hot(s - 1), hot(s), jnp.exp(jnp.arange(3.0))) > 0
+        ),
+        FEW,
+    ),
+    "chosen exponentials": (
+        lambda s: masked(gram(jnp.where(hot(s) > 0, jnp.exp(s[:, None]), 0.0)) > 0),
+        FEW,
+    ),
+    "exponentials": (lambda z: masked(jnp.exp(z) @ jnp.exp(-z).T > 0), WIDE),
+    "that vanish": (lambda z: masked(gram(jnp.exp(-2 * abs(z))) > 0), WIDE),
+    "sigmoids": (lambda z: masked(gram(jax.nn.sigmoid(4 * z)) > 0), WIDE),
+    "of softmax": (lambda z: masked(gram(jax.nn.softmax(z)) > 0), WIDE),
+    "squares that vanish": (
+        lambda z: masked((1e-22 * z) ** 2 @ jnp.ones((3, T)) > 0),
+        WIDE,
+    ),
+    "distances": (
+        lambda z: masked(
+            (lambda g: jnp.diag(g)[:, None] + jnp.diag(g) - 2 * g >= 0)(gram(z))
+        ),
+        WIDE,
+    ),
+    "another order": (lambda z: masked((z * 3) @ z.T >= 3 * gram(z)), WIDE),
+    "infinite": (lambda z: masked(gram(z * 1e30) < jnp.inf), WIDE),
+}
+"""Masks of products, of which the laws of real numbers know the sign."""
+
 # --------------------------------------------------------------- operands
 Z = normal(11, T, scale=60)
 
@@ -470,6 +521,7 @@ KINDS: dict[str, dict[str, tuple]] = {
     "thresholds": THRESHOLDS,
     "integers": INTEGERS,
     "folded": FOLDED,
+    "contracted": CONTRACTED,
     "stable": {n: (f, Z) for n, f in STABLE.items()},
     "pruned": {
         f"{n} {s}": (f, np.float32(s)) for n, f in PRUNED.items() for s in (1, 4)

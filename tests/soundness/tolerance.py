@@ -57,6 +57,7 @@ class Variants:
         perturbed: With those that differ in their last three bits.
         rounded: With every result off by its last bits, by several draws; none at
             first.
+        unrounded: Without roundings to 16 bits that a kernel may leave out.
         beside: With fills that hide all scores, in the program's own precision.
         shifted: With exponentials without their maximum made smaller.
     """
@@ -68,6 +69,7 @@ class Variants:
     nudged: list[list[np.ndarray]]
     perturbed: list[list[np.ndarray]]
     rounded: list[list[np.ndarray]]
+    unrounded: list[np.ndarray]
     beside: list[np.ndarray]
     shifted: list[np.ndarray]
 
@@ -89,7 +91,10 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
     with jax.disable_jit():  # of JAX's arrays: numpy indexes otherwise
         eager = [numbers(x) for x in run([jnp.asarray(v) for v in values])]
     exactly = functools.cache(lambda p: _exact(of(p), program, values))
-    others = (allowed.stable(program), allowed.deep(program), allowed.wide(program))
+    others = (
+        allowed.stable(program), allowed.deep(program), allowed.wide(program),
+        allowed.unrounded(program),
+    )  # fmt: skip
     exact, *right = map(exactly, (program, *others))
     bottomless = allowed.bottomless(program)
     bare = exactly(bottomless)
@@ -112,9 +117,13 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
         ]
     )
     beside, shifted = map(as_is, (allowed.hiding(program), allowed.shifted(program)))
-    if (stable := allowed.stable(program)) != program:
-        right.append(as_is(stable))
-    return Variants(eager, exact, right, unseen, nudged, perturbed, [], beside, shifted)
+    whole = allowed.unrounded(program)
+    others = (allowed.stable(program), *map(allowed.by_total, (program, whole)))
+    right += map(as_is, {*others, whole} - {program})
+    unrounded = as_is(whole)
+    return Variants(
+        eager, exact, right, unseen, nudged, perturbed, [], unrounded, beside, shifted
+    )
 
 
 def with_rounding(
@@ -123,7 +132,7 @@ def with_rounding(
     """Returns the variants with those in which each result is off; these take long."""
     run, which = of(program), program.operands
     off = [rounding.rounded(run, values, which, seed) for seed in range(DRAWS)]
-    return replace(others, rounded=off)
+    return replace(others, rounded=[*others.rounded, *off])
 
 
 def _exact(run: Run, program: Program, values: Sequence[Any]) -> list[np.ndarray]:
@@ -192,7 +201,8 @@ def undetermined(original: Any, others: Variants, which: int) -> np.ndarray:
     mine = numbers(original)
     if not others.rounded:
         return np.zeros(mine.shape, bool)
-    off = np.maximum.reduce([_apart(mine, r[which], False) for r in others.rounded])
+    runs = (*others.rounded, others.unrounded)
+    off = np.maximum.reduce([_apart(mine, r[which], False) for r in runs])
     return off >= LOST * _scale(mine, False)
 
 

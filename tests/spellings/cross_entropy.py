@@ -82,7 +82,7 @@ of_logits(
 of_logits(
     "indexed",
     lambda y, c: -jax.nn.log_softmax(y)[jnp.arange(B)[:, None], jnp.arange(T)[None], c],
-    outside="clip",
+    outside="promise",
     **LOGS,
 )
 of_logits(
@@ -92,7 +92,7 @@ of_logits(
     ),
     read=lambda out: out.reshape(B, T),
     out="",
-    outside="clip",
+    outside="promise",
     **LOGS,
 )
 of_logits(

@@ -113,12 +113,14 @@ def _forward(
     heads_axis: int = 2,
     wraps: bool = True,
     fills: bool = False,
+    promises: bool = False,
     **given: Any,
 ) -> Array:
     from rewriter.kernels.attention.hopper.use import Use
     from rewriter.kernels.attention.hopper_decode.decode import attend
     from rewriter.kernels.attention.hopper_decode.problem import Pages
 
+    del promises  # which has to do with gradients alone
     axes = AXES[heads_axis]
     pool = dict(zip(axes, k_pages.shape, strict=True))
     table = jnp.broadcast_to(table, (q.shape[0], table.shape[1]))

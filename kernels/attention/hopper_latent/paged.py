@@ -59,6 +59,7 @@ def forward(*, config: Programs | None = None, **given: Any) -> Array:
     config = config or default(spec_of(PAGED_LATENT, operands, params), ANY)
     pool, table = given.pop("latent_pages"), given.pop("table")
     wraps, fills = given.pop("wraps", True), given.pop("fills", False)
+    given.pop("promises", None)  # which has to do with gradients alone
     table = jnp.broadcast_to(table, (given["q"].shape[0], table.shape[1]))
     table, beyond = numbered(table, pool.shape[0], wraps)
     if "k_rope_pages" in given:

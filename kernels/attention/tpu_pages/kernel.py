@@ -102,6 +102,7 @@ def forward(
     heads_axis: int = 2,
     wraps: bool = True,
     fills: bool = False,
+    promises: bool = False,
     scale: float = 1.0,
     window: tuple[int | None, int | None] = (None, None),
     shift: int = 0,
@@ -124,6 +125,7 @@ def forward(
         offset: int [b|1].
         sinks: float [n].
     """
+    del promises  # which has to do with gradients alone
     b, t, n, h = q.shape
     axes = AXES[heads_axis]
     pool = dict(zip(axes, k_pages.shape, strict=True))

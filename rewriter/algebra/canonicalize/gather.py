@@ -32,6 +32,8 @@ class Pages(NamedTuple):
         table: The leaf that holds page numbers.
         wraps: Whether a negative number counts from the end.
         fills: Whether a number beyond the last page gives NaN; else the nearest page.
+        promises: Whether the program promises that there is no such number: the nearest
+            page then has no gradient.
     """
 
     array: Any
@@ -39,6 +41,7 @@ class Pages(NamedTuple):
     table: Any
     wraps: bool
     fills: bool
+    promises: bool
 
 
 def values_named(leaf: Any) -> tuple[Any, ...]:
@@ -90,9 +93,10 @@ def _pages(ev: Evaluator, node: Node, args: tuple[Index, ...]) -> int | None:
     if sum(page in alg.index_ids(a) for a in along) != 1:
         return None
     fills = node.params["mode"] == GatherScatterMode.FILL_OR_DROP
+    promises = node.params["mode"] == GatherScatterMode.PROMISE_IN_BOUNDS
     where = along.index(page)
     _, numbered, rows = alg.defs[table]
-    found = Pages(name, where, numbered, wraps, fills)
+    found = Pages(name, where, numbered, wraps, fills, promises)
     ev.leaf_values.add(found)
     return alg.atom("leaf", found, (*along[:where], *along[where + 1 :], *rows))
 

@@ -4,7 +4,7 @@ With i the index of a row, ``y[i]`` is ``Σ_v [v = i] y[v]``. What is the same i
 whole row is that of the entry, whichever it is. Its transpose adds a number c to that
 entry of a row of zeros: ``[v = i] c``. What an index outside of the row does is part of
 the form: it gives NaN, beside which other terms do not matter; or 0; or the nearest
-entry.
+entry. An index that is promised to be inside takes the nearest too, but adds nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from jax.lax import GatherScatterMode
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.evaluator import Evaluator, rule
-from rewriter.algebra.normal_form import TRUE, Index, OverBudget, Poly
+from rewriter.algebra.normal_form import TRUE, Index, Monomial, OverBudget, Poly
 from rewriter.program.graph import Node
 
 PICKS = frozenset({"gather", "scatter-add", "scatter"})
 """Primitives that may take or set one entry of each row."""
+
+
+NEAREST, PROMISED = "within", "promised within"
+"""How forms name the nearest index inside. Gradients of both differ."""
 
 
 def is_pick(node: Node) -> bool:
@@ -91,10 +95,11 @@ def picked(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Pol
     is_number = fills and fill is not None and not math.isnan(fill)
     if is_number and fill != 0:
         raise OverBudget("a fill that is neither NaN nor 0")
+    promised = _is_promised(ev, start, node)
     form: Poly = {}
     for key, c in ev.poly(array, tuple(at), mode).items():
-        term = {key: c}
-        if is_number or place in alg.term_ids(*key):
+        term, own = {key: c}, place in alg.term_ids(*key)
+        if own or is_number or (promised and not _is_stopped(ev, key)):
             term = alg.sum_over(alg.mul(hit, term), [place])
         form = alg.add(form, term)
     if fills and not is_number:
@@ -118,14 +123,42 @@ def _position(
 def _hit(ev: Evaluator, at: Index, start: Poly, node: Node) -> int:
     """Whether a position is the one that is picked."""
     alg = ev.alg
-    mode = node.params["mode"]
-    if mode != GatherScatterMode.FILL_OR_DROP:  # elsewhere the nearest: XLA clamps
-        size = ev.g.shape(node.ins[0])[_axis(node)]
-        lo, hi = alg.bounds(start)
-        if lo < 0 or hi >= size:
-            name = f"within {size}"
-            start = alg.of_atom(alg.atom("fn", name, alg.freeze(start)))
+    promised = _is_promised(ev, start, node)
+    clips = node.params["mode"] == GatherScatterMode.CLIP and _may_miss(ev, start, node)
+    if clips or (promised and node.prim == "gather"):  # a promised scatter drops
+        name = f"{PROMISED if promised else NEAREST} {_size(ev, node)}"
+        start = alg.of_atom(alg.atom("fn", name, alg.freeze(start)))
     return alg.compare("eq", alg.add(alg.iota(at), start, -1.0), True)
+
+
+def _is_promised(ev: Evaluator, start: Poly, node: Node) -> bool:
+    """Whether an index that may be outside is promised not to be.
+
+    XLA then reads the nearest entry. The transpose adds to none, so that in gradients
+    the entry is no function of the row, nor of what is the same in the whole row.
+    """
+    promised = node.params["mode"] == GatherScatterMode.PROMISE_IN_BOUNDS
+    return promised and _may_miss(ev, start, node)
+
+
+def _is_stopped(ev: Evaluator, key: tuple[int, Monomial]) -> bool:
+    """Whether a term has no gradient: it consists of what `stop_gradient` gives."""
+    nodes = [
+        ev.g.node_of(ev.alg.defs[a][1]) if ev.alg.kind(a) == "leaf" else None
+        for a, _ in key[1]
+    ]
+    return all(n is not None and n.prim == "stop_gradient" for n in nodes)
+
+
+def _may_miss(ev: Evaluator, start: Poly, node: Node) -> bool:
+    """Whether an index may be outside of the row."""
+    lo, hi = ev.alg.bounds(start)
+    return lo < 0 or hi >= _size(ev, node)
+
+
+def _size(ev: Evaluator, node: Node) -> int:
+    """The number of entries of a row."""
+    return ev.g.shape(node.ins[0])[_axis(node)]
 
 
 def _axis(node: Node) -> int:

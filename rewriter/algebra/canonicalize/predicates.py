@@ -155,7 +155,8 @@ def _is_total(alg: Algebra, p: Poly) -> bool:
 
 def _is_weight(alg: Algebra, atom: int) -> bool:
     if alg.kind(atom) == "sum":
-        return all(_is_weight(alg, a) for a, _ in alg.defs[atom][3])
+        terms = alg.defs[atom][3]  # none if it counts where a condition holds
+        return bool(terms) and all(_is_weight(alg, a) for a, _ in terms)
     return alg.kind(atom) == "exp"
 
 

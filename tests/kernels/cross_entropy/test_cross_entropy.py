@@ -101,7 +101,7 @@ def test_bfloat16_is_as_accurate_as_the_reference(transform: str, chunks: None) 
 SETTINGS = [
     dict(zip(("outside", "of_log_probabilities", *ALL), one, strict=True))
     for one in itertools.product(
-        ("nan", "zero", "clip"), (False, True), (0.0, 0.2), (0.0, 0.03)
+        ("nan", "zero", "clip", "promise"), (False, True), (0.0, 0.2), (0.0, 0.03)
     )
 ]
 HOT = {"outside": "zero", "of_log_probabilities": True, "whole_slopes": True}
@@ -109,7 +109,7 @@ SETTINGS += [{**HOT, "z_loss": z} for z in (0.0, 0.03)]
 FEWER = {"used": 8, "fill": -1e4, "z_loss": 0.03}
 SETTINGS += [
     {**FEWER, "outside": o, "of_log_probabilities": o == "zero"}
-    for o in ("nan", "zero", "clip")
+    for o in ("nan", "zero", "clip", "promise")
 ]
 RNG = np.random.default_rng(3)
 ROWS, K, V = 7, 5, 11

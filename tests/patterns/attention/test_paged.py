@@ -156,6 +156,19 @@ def test_numbers_beyond_the_pool(name: str, table: list[int]) -> None:
     np.testing.assert_allclose(fast(*args), f(*args), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["index", "get", "clip"])
+def test_gradients_beyond_the_pool(name: str) -> None:
+    """The nearest page has a gradient where indices are clipped, and none else."""
+    q, k, v, table, lengths = inputs()
+    args = q, k, v, table.at[:, 1].set(POOL + 5), lengths
+    f = functools.partial(program, SPELLINGS[name])
+    fast = rewriter.optimize(f, implementation=FORCED, require={"attention": 1})
+    loss = lambda g: lambda *given: jnp.sin(g(*given, *args[3:])).sum()
+    got, wanted = (jax.grad(loss(g), (0, 1, 2))(*args[:3]) for g in (fast, f))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients() -> None:
     f = functools.partial(program, SPELLINGS["index"])
     fast = rewriter.optimize(f, implementation=FORCED)
