@@ -17,11 +17,14 @@ import numpy as np
 from rewriter.find.finder import Finder
 from rewriter.program.graph import Node
 
+CALLS = {"floor_divide": jnp.floor_divide, "remainder": jnp.remainder}
+"""JAX's own calls, which are an equation here."""
+
 ELEMENTWISE = frozenset({
     "and", "or", "xor", "not", "shift_left", "shift_right_arithmetic",
     "shift_right_logical", "add", "sub", "mul", "div", "rem", "neg", "abs", "sign",
     "max", "min", "clamp", "convert_element_type", "select_n", "eq", "ne", "lt", "le",
-    "gt", "ge",
+    "gt", "ge", *CALLS,
 })  # fmt: skip
 """What is run on bytes."""
 
@@ -58,8 +61,16 @@ class Elementwise:
                 if i not in known:
                     known[i] = jnp.full(numbers.shape, find.number(i), dtype(i))
                 given.append(known[i])
-            known[node.outs[0]] = node.eqn.primitive.bind(*given, **node.eqn.params)
+            (out,) = node.outs
+            known[out] = _bound(node, given).astype(dtype(out))
         return np.asarray(known[self.nodes[-1].outs[0] if self.nodes else self.first])
+
+
+def _bound(node: Node, given: list[jax.Array]) -> jax.Array:
+    """What an equation gives of some numbers."""
+    if node.prim in CALLS:
+        return CALLS[node.prim](*given)
+    return node.eqn.primitive.bind(*given, **node.eqn.params)
 
 
 def elementwise(find: Finder, value: int) -> Elementwise | None:

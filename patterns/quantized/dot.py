@@ -267,7 +267,6 @@ class _Product:
                 raise Refused(name, text, score=0.6)
             groups = max(groups, own, key=len)
         if groups and self._numbers_of_a_scale(forms.values(), groups, columns) < LEAST:
-            # As in the gradient of rows, which is no dot of its own: not reported.
             text = f"fewer than {LEAST} numbers have a scale"
             raise Refused("groups", text, score=0.2)
         made = {}
