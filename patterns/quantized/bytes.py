@@ -54,12 +54,12 @@ class Elementwise:
             numbers: The elements.
         """
         dtype, known = find.graph.dtype, {}
-        known[self.first] = jnp.asarray(numbers).astype(dtype(self.first))
+        known[self.first] = numbers.astype(dtype(self.first))
         for node in self.nodes:
             given = []
             for i in node.ins:
                 if i not in known:
-                    known[i] = jnp.full(numbers.shape, find.number(i), dtype(i))
+                    known[i] = np.full(numbers.shape, find.number(i), dtype(i))
                 given.append(known[i])
             (out,) = node.outs
             known[out] = _bound(node, given).astype(dtype(out))
