@@ -112,21 +112,27 @@ def check_callable(fn: Any) -> None:
     """Raises for what ``jax.jit`` does not take.
 
     Raises:
-        NotTraceable: If ``fn`` is not callable, a generator function, or a static
-            method that is not bound yet.
+        NotTraceable: If ``fn`` is not callable, a generator function, or a static or
+            class method that is not bound yet. It has JAX's message.
     """
-    if isinstance(fn, staticmethod):
-        got, wanted = f"{fn!r} is a staticmethod object", "the function itself"
-        step = "Put @staticmethod above the decorator, or pass fn.__func__"
+    if isinstance(fn, (staticmethod, classmethod)):
+        step = f"Put @{type(fn).__name__} above the decorator, or pass fn.__func__"
     elif not callable(fn):
-        got, wanted = f"{fn!r} is not callable", "a function of arrays"
         step = "Pass the function itself, not its result"
     elif inspect.isgeneratorfunction(fn):
-        got, wanted = f"{name_of(fn)} is a generator function", "one that returns"
         step = "Return a list or stacked arrays instead of yielding values"
     else:
         return
-    raise NotTraceable(got, wanted=wanted, next_step=step, where=caller())
+    raise NotTraceable(_refused_by_jit(fn), next_step=step, where=caller())
+
+
+def _refused_by_jit(fn: Any) -> str:
+    """JAX's own message for what ``jax.jit`` does not take."""
+    try:
+        jax.jit(fn)
+    except TypeError as error:
+        return str(error)
+    return f"{fn!r} is nothing that jax.jit takes"
 
 
 def can_be_key(fn: Any) -> bool:

@@ -18,6 +18,7 @@ from rewriter.find.region import Regions
 from rewriter.gradients.insertion_point import obstacle, places, read_instead
 from rewriter.ops.op import OUT
 from rewriter.program.graph import Scope
+from rewriter.program.placement import MANUAL, MIXED
 from rewriter.program.propagation import (
     Placement,
     Split,
@@ -33,7 +34,6 @@ from rewriter.site.shards import NoShards, Shards, shards_of
 log = logging.getLogger("rewriter.locate")
 
 ENTIRELY = "every axis of the mesh is manual around it"
-PARTLY = "some axes of the mesh are manual around it, others are not"
 
 
 def located(
@@ -62,8 +62,10 @@ def located(
             continue
         if isinstance(placement, str):
             found[index] = placement
-        elif manual == PARTLY:
-            found[index] = PARTLY
+        elif manual == MANUAL:
+            found[index] = MANUAL
+        elif placement is not None and _is_mixed(regions, m, placement.mesh):
+            found[index] = MIXED
         elif placement is not None and _has_types(regions, m):
             found[index] = _stated(regions, m, placement)
         else:
@@ -144,6 +146,16 @@ def _has_types(regions: Regions, match: Match) -> bool:
     return _jax.explicit_mesh([regions.graph.avals[match.value]]) is not None
 
 
+def _is_mixed(regions: Regions, match: Match, mesh: Any) -> bool:
+    """Whether a match is where only some axes of the program's mesh are automatic.
+
+    So it is inside of `jax.sharding.auto_axes` over a part of them.
+    """
+    here = getattr(regions.graph.avals[match.value], "sharding", None)
+    kinds = here.mesh.axis_types if here is not None else ()
+    return len(set(kinds)) > 1 and kinds != mesh.axis_types
+
+
 def _manual(scope: Scope | None) -> str:
     """Whether a body already sees one device's part, inside a shard_map."""
     manual: set[str] = set()
@@ -156,7 +168,7 @@ def _manual(scope: Scope | None) -> str:
     if not sizes:
         return ""
     rest = [a for a, n in sizes.items() if n > 1 and a not in manual]
-    return PARTLY if rest else ENTIRELY
+    return MANUAL if rest else ENTIRELY
 
 
 def _observed(

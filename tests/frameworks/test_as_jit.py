@@ -222,21 +222,18 @@ def test_static_arguments_that_cannot_be_compared(jit: Any) -> None:
         f(1.0, Opaque())
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (3, "is not callable"),
-        (lambda x: (yield x), "generator function"),
-        (staticmethod(lambda x: x), "staticmethod"),
-    ],
-)
-def test_what_jit_does_not_take(given: Any, message: str) -> None:
-    with pytest.raises(TypeError):
+NOT_TAKEN = [3, lambda x: (yield x), staticmethod(abs), classmethod(abs)]
+
+
+@pytest.mark.parametrize("given", NOT_TAKEN, ids=lambda x: type(x).__name__)
+def test_what_jit_does_not_take(given: Any) -> None:
+    with pytest.raises(TypeError) as theirs:
         jax.jit(given)
-    with pytest.raises(NotTraceable, match=message) as caught:
+    with pytest.raises(NotTraceable) as ours:
         rewriter.optimize(given)
-    assert isinstance(caught.value, TypeError)
-    assert caught.value.next_step
+    assert isinstance(ours.value, TypeError)
+    assert str(theirs.value).rstrip(".") in str(ours.value)
+    assert ours.value.next_step
 
 
 def test_unknown_options_are_type_errors() -> None:
@@ -574,6 +571,12 @@ def test_the_differences_that_the_page_lists() -> None:
         def __call__(self, x: Any) -> Any:
             return x + 1
 
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, x: Any) -> Any:
+            return x + 1
+
     def fails(x: Any) -> Any:
         raise KeyError("mine")
 
@@ -581,9 +584,10 @@ def test_the_differences_that_the_page_lists() -> None:
     assert repr(mine) == repr(theirs)
     assert mine is not rewriter.optimize(f)
     assert theirs is not jax.jit(f)
-    with pytest.raises(TypeError):
-        jax.jit(Slots())(1.0)
-    assert rewriter.optimize(Slots())(1.0) == 2.0
+    for taken in (Slots(), Unhashable()):
+        with pytest.raises(TypeError):
+            jax.jit(taken)(1.0)
+        assert rewriter.optimize(taken)(1.0) == 2.0
     with pytest.raises(TypeError) as refused:
         rewriter.optimize(3)
     assert isinstance(refused.value, NotTraceable)

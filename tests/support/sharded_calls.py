@@ -279,6 +279,21 @@ def explicit() -> None:
         close(fast(*rows), want)
 
 
+def partly_automatic() -> None:
+    """Where only some axes of the mesh are automatic, sites are left to XLA."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def f(*args: Any) -> jax.Array:
+        rows = P("data", None, None, None)
+        return jax.sharding.auto_axes(attention, axes="model", out_sharding=rows)(*args)
+
+    with jax.set_mesh(mesh):
+        args = jax.device_put(PLAIN, P("data"))
+        fast = optimized(f)
+        close(fast(*args))  # without a warning that rewriting failed
+        assert "some axes of the mesh are explicit" in fast.report(*args).text()
+
+
 def elsewhere() -> None:
     """Heads are split for attention, positions before and after it, as asked for."""
     rows = NamedSharding(MESH, P("data", "model"))
@@ -341,6 +356,7 @@ if __name__ == "__main__":
     differentiated_shard_map()
     optimized_in_shard_map()
     explicit()
+    partly_automatic()
     elsewhere()
     tuned()
     measured()

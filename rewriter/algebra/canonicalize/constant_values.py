@@ -48,7 +48,9 @@ class Constants:
     def number(self, value: int) -> float | None:
         """The number that a value holds everywhere, folded through scalar chains."""
         found = self.typed_number(value)
-        if found is None or (kind_of(found.dtype) == "i" and abs(int(found)) > EXACT):
+        if found is None or kind_of(found.dtype) == "c":
+            return None
+        if kind_of(found.dtype) == "i" and abs(int(found)) > EXACT:
             return None
         return float(found)
 
@@ -80,11 +82,10 @@ class Constants:
         return folded(node.prim, values, node.params, dtype)
 
     def _constant(self, value: int) -> Poly | None:
-        const = self.g.constants.get(value)
-        if const is None:
+        const, dtype = self.g.constants.get(value), self.g.dtype(value)
+        if const is None or kind_of(dtype) == "c":
             return None
         if np.shape(const) == ():
-            dtype = self.g.dtype(value)
             exact = in_dtype(const, dtype)
             if kind_of(dtype) == "i" and abs(int(exact)) > EXACT:
                 return None
@@ -92,11 +93,16 @@ class Constants:
         number = self._of_array("one number", value, one_number)
         if number is None:
             return None
-        return self._number_poly(number, self.g.dtype(value))
+        return self._number_poly(number, dtype)
 
     def _of_array(self, what: str, value: int, find: Callable[..., Any]) -> Any:
-        """What a function finds in a constant array, which it looks at once."""
+        """What a function finds in a constant array, which it looks at once.
+
+        None for complex numbers, of which forms know nothing.
+        """
         array = self.g.constants[value]
+        if kind_of(self.g.dtype(value)) == "c":
+            return None
         return self.g.known(what, value, lambda: find(np.asarray(array)))
 
     def _number_poly(self, c: float, dtype: Any) -> Poly:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rewriter.algebra.canonicalize.complex_numbers import has_complex_numbers
 from rewriter.algebra.canonicalize.computed_positions import counted
 from rewriter.algebra.canonicalize.congruence import congruent_atom
 from rewriter.algebra.canonicalize.constant_values import Constants
@@ -240,7 +241,7 @@ class Evaluator(Layout, LoopForms, Constants):
         if value in self.names and value not in self.g.constants:
             return None
         node = self.g.node_of(value)
-        if node is None:
+        if node is None or has_complex_numbers(self.g, node, value):
             return None
         prim = node.prim
         if prim == "gather" and is_slice(node):

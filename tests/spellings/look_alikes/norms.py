@@ -42,6 +42,18 @@ def _(x, scale):
     return x / (jnp.mean(jnp.abs(x), -1, keepdims=True) + EPS) * scale
 
 
+@rms("of_complex_moduli", "the mean of |z|² of complex numbers")
+def _(x, scale):
+    moduli = jnp.abs(x * np.complex64(1 + 2j))
+    return x / jnp.sqrt(ms(moduli) + EPS) * scale
+
+
+@rms("of_complex_squares", "the real part of z² is not the square of a real part")
+def _(x, scale):
+    squares = jnp.real(jnp.square(x * np.complex64(2 + 1j)))
+    return x / jnp.sqrt(mean(squares) + EPS) * scale
+
+
 @rms("not_inverted", "multiplied by the root")
 def _(x, scale):
     return x * jnp.sqrt(ms(x) + EPS) * scale
