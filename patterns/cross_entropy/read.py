@@ -41,6 +41,9 @@ MOVES = frozenset({
 OF_BOTH = frozenset({"labels", "terms", "total", "masked", "budget", "rows"})
 """Reasons that have nothing to do with the product: they are told once."""
 
+CUTS = frozenset({"slice", "dynamic_slice"})
+"""What takes some rows."""
+
 COLLECTIVES = frozenset({"psum", "psum2", "psum_invariant"})
 """Sums over devices, by the names that versions of JAX give them."""
 
@@ -133,23 +136,43 @@ def _is_split(find: Finder, anchor: Node) -> bool:
 
 
 def _losses(find: Finder, anchor: Node) -> list[int]:
-    """Values below a logarithm with one number for each of its rows, last first."""
+    """Values below a logarithm with one number for each of its rows, last first.
+
+    Behind these are those of some rows alone, as in `logs[:, :-1]`.
+    """
     g = find.graph
-    rows = [n for n in g.shape(anchor.outs[0]) if n != 1]
+    rows = _long_axes(find, anchor.outs[0])
     seen, queue, found = {anchor.outs[0]}, [anchor.outs[0]], []
+    cuts: set[int] = set()
     while queue and len(found) < MOST and len(seen) < 4 * MOST:
-        for node in g.users(queue.pop(0)):
+        value = queue.pop(0)
+        for node in g.users(value):
             if not (find.local(node) or is_pick(node) or node.prim == "dot_general"):
                 continue
             for out in node.outs:
-                shape = [n for n in g.shape(out) if n != 1]
+                shape = _long_axes(find, out)
                 if out in seen or len(shape) < len(rows):
                     continue
                 seen.add(out)
                 queue.append(out)
-                if shape == rows:
+                if node.prim in CUTS:
+                    cuts.add(out)
+                if len(shape) == len(rows) and all(map(_is_part, shape, rows)):
                     found.append(out)
-    return sorted(found, reverse=True)
+    whole = {v for v in found if _long_axes(find, v) == rows}
+    if len(cuts) > 1:  # all rows stay computed for the others
+        found = list(whole)
+    return sorted(found, key=lambda v: (v in whole, v), reverse=True)
+
+
+def _long_axes(find: Finder, value: int) -> list[Any]:
+    """The axes of a value that are not of size 1."""
+    return [n for n in find.graph.shape(value) if n != 1]
+
+
+def _is_part(size: Any, whole: Any) -> bool:
+    """Whether an axis may be a part of another one, as where rows are shifted."""
+    return size == whole or (isinstance(whole, int) and 1 < size < whole)
 
 
 def _read(

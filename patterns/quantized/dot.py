@@ -11,7 +11,8 @@ Must hold  all stored numbers are the matrix, in memory order: summed axes befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,13 @@ from rewriter.find.reading import (
 from rewriter.ops.widening import SCALE
 from rewriter.patterns.quantized.steps import (
     STORED,
+    Joined,
     Steps,
     arguments,
     behind,
     few_bits,
     moved_below,
+    repeats_above,
     rounded_here,
     same_body,
     stored_above,
@@ -170,7 +173,7 @@ class _Product:
         leaves = [self.above.first, *(j.leaf for j in steps)]
         return self.find.evaluator(
             self.value,
-            inside=frozenset({out}),
+            inside=frozenset({out}) | repeats_above(self.find, steps),
             names={leaf: leaf for leaf in leaves},
             full_sides=frozenset({(out, self.side)}),
         )
@@ -263,12 +266,8 @@ class _Product:
                 text = f"the {name} varies within groups of the axis that is summed"
                 raise Refused(name, text, score=0.6)
             groups = max(groups, own, key=len)
-        size = 1
-        for i in summed[len(groups) :]:
-            size *= alg.sizes[i]
-        if groups and size < LEAST:
-            # As in the gradient of rows, which is no dot of its own: not reported.
-            text = f"groups of {size} numbers along the axis that is summed"
+        if groups and self._numbers_of_a_scale(forms.values(), groups, columns) < LEAST:
+            text = f"fewer than {LEAST} numbers have a scale"
             raise Refused("groups", text, score=0.2)
         made = {}
         for name, (j, form) in forms.items():
@@ -278,6 +277,22 @@ class _Product:
             dtype = self.find.graph.dtype(j.value)
             made[f"w_{name}"] = operand(form, along, across, dtype=dtype)
         return made
+
+    def _numbers_of_a_scale(
+        self,
+        forms: Iterable[tuple[Joined, Poly]],
+        groups: list[int],
+        columns: list[int],
+    ) -> float:
+        """The numbers for each of the largest array of scales or zero points."""
+        alg, sizes = self.find.algebra, self.find.algebra.sizes
+        across, along = (math.prod(sizes[i] for i in a) for a in (columns, groups))
+        arrays = [alg.ids(form) for _, form in forms]
+        most = max(
+            (along if ids & set(groups) else 1) * (across if ids & set(columns) else 1)
+            for ids in arrays
+        )
+        return math.prod(self.find.graph.shape(self.above.first)) / most
 
 
 @dataclass(frozen=True)

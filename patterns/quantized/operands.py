@@ -34,6 +34,7 @@ from rewriter.patterns.quantized.steps import (
     arguments,
     few_bits,
     moved_below,
+    repeats_above,
     rounded_here,
     same_body,
     stored_above,
@@ -298,7 +299,9 @@ class _Reader:
         """An evaluator that expands the operand, down to the program's arrays."""
         leaves = [self.steps.first, *(j.leaf for j in self.steps.joined)]
         ev = self.find.evaluator(
-            self.reading.value, names={leaf: leaf for leaf in leaves}
+            self.reading.value,
+            names={leaf: leaf for leaf in leaves},
+            inside=repeats_above(self.find, self.steps.joined),
         )
         if any(leaf not in ev.place.defined for leaf in leaves):
             raise self.refused("it is made where its numbers are not at hand", 0.3)

@@ -19,6 +19,12 @@ from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Reading, Refused, flat_indices, operand
 from rewriter.ops.packing import Packing
 from rewriter.patterns.quantized import dot
+from rewriter.patterns.quantized.bytes import (
+    Elementwise,
+    Half,
+    elementwise,
+    made_of_bytes,
+)
 from rewriter.patterns.quantized.dot import ANCHORS
 from rewriter.patterns.quantized.operands import readings, size_of
 from rewriter.patterns.quantized.steps import STORED, few_bits
@@ -28,7 +34,8 @@ NAME = "packed_dot"
 JOINS = {"concatenate": "dimension", "stack": "axis"}
 """What puts arrays behind each other, and its parameter with the axis."""
 
-SHIFTS = frozenset({"shift_right_arithmetic", "shift_right_logical"})
+UNPACKED = {"int8": "int8", "uint8": "uint8", "int4": "int8", "uint4": "uint8"}
+"""The dtype of a byte for each number, by the program's dtype."""
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -49,7 +56,11 @@ def packed(find: Finder, reading: Reading) -> Reading:
     ((_, ((atom, _),)),) = form
     _, value, args = alg.defs[atom]
     kind = find.graph.dtype(value)
-    value, casts = _under_casts(find, value)
+    behind = elementwise(find, value)
+    if behind is None:
+        raise _refused("the numbers are made of several arrays", 0.1)
+    ev = find.evaluator(reading.value, names={value: value})
+    value, args = _moved(find, ev, behind.first, args)
     node = find.graph.node_of(value)
     if node is None or node.prim not in JOINS or len(node.ins) != 2:
         raise _refused("the numbers are not two arrays behind each other", 0.1)
@@ -58,10 +69,12 @@ def packed(find: Finder, reading: Reading) -> Reading:
     k, n = groups if mode == "forward" else groups[::-1]
     along, order, (k, n) = places.within(k, n)
     ev = find.evaluator(reading.value, names={value: value})
-    first, second = (_half(find, ev, value, at) for at in places.both)
+    first, second = (_half(find, ev, value, at, behind) for at in places.both)
     if first.numbers != second.numbers or first.args != second.args:
         raise _refused("both halves are not of the same byte")
-    if {first.half, second.half} != {"low", "high"} or first.sign != second.sign:
+    if {first.half.half, second.half.half} != {"low", "high"} or (
+        first.half.sign, first.half.added
+    ) != (second.half.sign, second.half.added):  # fmt: skip
         raise _refused("both halves are not read alike")
     numbers = alg.of_atom(ev.leaf(first.numbers, first.args))
     own = [i for a in first.args for i in flat_indices(a)]
@@ -71,14 +84,16 @@ def packed(find: Finder, reading: Reading) -> Reading:
         raise _refused("the bytes lie in another order, or are a part of an array")
     if first.numbers not in ev.place.defined:
         raise _refused("the bytes are made where they are not at hand", 0.3)
-    if kind.name not in BYTES or not casts <= HOLDS[first.sign]:
-        raise _refused(f"the numbers are unpacked to {kind}", 0.3)
-    packing = Packing(along, order, first.half, first.sign, kind.name)
+    half, wide = first.half, UNPACKED[kind.name]
+    packing = Packing(along, order, half.half, half.sign, wide)
+    widen = reading.params["widen"]
+    if half.added:
+        widen = f"{half.added:+}.0 {widen}".strip()
     return dataclasses.replace(
         reading,
         op=NAME,
         operands={**reading.operands, "w": operand(numbers, *kept)},
-        params={**reading.params, "packing": str(packing)},
+        params={**reading.params, "widen": widen, "packing": str(packing)},
         proof=reading,
     )
 
@@ -165,49 +180,64 @@ class _Half:
     Attributes:
         numbers: The array of bytes.
         args: Its indices.
-        half: ``"low"`` or ``"high"``.
-        sign: ``"signed"`` or ``"unsigned"``.
+        half: Which half, and what is added to it.
     """
 
     numbers: int
     args: tuple[Index, ...]
-    half: str
-    sign: str
+    half: Half
 
 
 def _half(
-    find: Finder, ev: RegionEvaluator, whole: int, at: tuple[Index, ...]
+    find: Finder,
+    ev: RegionEvaluator,
+    whole: int,
+    at: tuple[Index, ...],
+    behind: Elementwise,
 ) -> _Half:
     """The halves of bytes that some places of an array hold.
+
+    Args:
+        find: The search.
+        ev: An evaluator.
+        whole: The array.
+        at: The places.
+        behind: What is made of the array.
 
     Raises:
         Refused: If they are something else.
     """
-    source, args = _followed(find, ev, whole, at)
-    found = _half_of(find, source)
-    if found is None:
+    steps, (value, args) = [behind], _followed(find, ev, whole, at)
+    while (found := elementwise(find, value)) is not None and found.nodes:
+        steps.append(found)
+        value, args = _moved(find, ev, found.first, args)
+    half = made_of_bytes(find, [*steps, Elementwise(value, ())])
+    if half is None:
         raise _refused("the numbers are not halves of bytes", 0.1)
-    value, half, sign = found
-    while True:  # up to the program's array
-        node = find.graph.node_of(value)
-        moved = None if node is None else ev.moved(node, value, args)
-        if moved is None or moved[0] is None:
-            return _Half(value, args, half, sign)
-        value, args = moved
+    return _Half(value, args, half)
 
 
 def _followed(
     find: Finder, ev: RegionEvaluator, value: int, args: tuple[Index, ...]
 ) -> tuple[int, tuple[Index, ...]]:
-    """The value and indices above layout, concatenation and casts of whole numbers."""
+    """The value and indices above layout and concatenation."""
+    while True:
+        value, args = _moved(find, ev, value, args)
+        node = find.graph.node_of(value)
+        if node is None or node.prim not in JOINS:
+            return value, args
+        value, args = _piece(find, node, args)
+
+
+def _moved(
+    find: Finder, ev: RegionEvaluator, value: int, args: tuple[Index, ...]
+) -> tuple[int, tuple[Index, ...]]:
+    """The value and indices above layout."""
     while True:
         node = find.graph.node_of(value)
-        if node is None:
-            return value, args
-        if node.prim in JOINS:
-            value, args = _piece(find, node, args)
-            continue
-        moved = ev.moved(node, value, args)
+        moved = (
+            None if node is None or node.prim in JOINS else ev.moved(node, value, args)
+        )
         if moved is None or moved[0] is None:
             return value, args
         value, args = moved
@@ -240,82 +270,6 @@ def _start(a: Index) -> tuple[int, Index]:
     if isinstance(a, tuple) and a[0] == "aff" and a[2] == 1:
         return int(a[3]), a[1]
     return 0, a
-
-
-def _half_of(find: Finder, value: int) -> tuple[int, str, str] | None:
-    """(bytes, which half, its sign) of an array, or None."""
-    value, casts = _under_casts(find, value)
-    node = find.graph.node_of(value)
-    found = None if node is None else _made(find, node)
-    return found if found is not None and casts <= HOLDS[found[2]] else None
-
-
-def _under_casts(find: Finder, value: int) -> tuple[int, frozenset[str]]:
-    """The value under casts, and the dtypes on the way."""
-    graph, casts = find.graph, {find.graph.dtype(value).name}
-    node = graph.node_of(value)
-    while node is not None and node.prim == "convert_element_type":
-        (value,) = node.ins
-        casts.add(graph.dtype(value).name)
-        node = graph.node_of(value)
-    return value, frozenset(casts)
-
-
-WHOLE = frozenset(f"{sign}int{n}" for sign in ("", "u") for n in (8, 16, 32, 64))
-SIGNED = frozenset(name for name in WHOLE if name[0] == "i")
-BYTES = frozenset({"int8", "uint8"})
-HOLDS = {"unsigned": WHOLE, "signed": SIGNED}
-"""Dtypes that hold numbers of four bits."""
-
-
-def _made(find: Finder, node: Node) -> tuple[int, str, str] | None:
-    """(bytes, which half, its sign) of what an equation gives, or None."""
-    if node.prim == "and":
-        for value, mask in (node.ins, node.ins[::-1]):
-            if find.number(mask) == 15:
-                return _masked(find, value)
-        return None
-    if node.prim not in SHIFTS or find.number(node.ins[1]) != 4:
-        return None
-    kind = find.graph.dtype(node.outs[0]).name
-    arithmetic = node.prim == "shift_right_arithmetic"
-    above = find.graph.node_of(node.ins[0])
-    if above is not None and above.prim == "shift_left":
-        if not (arithmetic and kind == "int8" and find.number(above.ins[1]) == 4):
-            return None
-        return above.ins[0], "low", "signed"
-    value = _bytes(find, node.ins[0])
-    if value is None:
-        return None
-    of_bytes = find.graph.dtype(value).name
-    if arithmetic:  # of unsigned numbers it is not what it is for signed ones
-        sign = "signed" if of_bytes == "int8" else "unsigned"
-        return (value, "high", sign) if kind in SIGNED else None
-    narrow = kind in BYTES or of_bytes == "uint8"  # else the sign was spread
-    return (value, "high", "unsigned") if narrow else None
-
-
-def _masked(find: Finder, value: int) -> tuple[int, str, str] | None:
-    """The same of what is masked by 15: signs are masked too."""
-    node = find.graph.node_of(value)
-    half = "low"
-    if node is not None and node.prim in SHIFTS:
-        if find.number(node.ins[1]) != 4:
-            return None
-        half, value = "high", node.ins[0]
-    found = _bytes(find, value)
-    return None if found is None else (found, half, "unsigned")
-
-
-def _bytes(find: Finder, value: int) -> int | None:
-    """The array of bytes under casts to wider integers, or None."""
-    graph = find.graph
-    while (name := graph.dtype(value).name) not in BYTES:
-        node = graph.node_of(value)
-        if node is None or node.prim != "convert_element_type" or name not in WHOLE:
-            return None
-        (value,) = node.ins
-    return value
 
 
 PATTERN = ReaderPattern(NAME, ANCHORS, propose, either=frozenset(JOINS), dtypes=STORED)

@@ -6,18 +6,19 @@ Must hold  each step joins one value of the program to all numbers of a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from rewriter.algebra.canonicalize import TRANSPARENT
+from rewriter.algebra.canonicalize.repeated_rows import repeated_rows
 from rewriter.algebra.normal_form import Index, OverBudget
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import Refused
 from rewriter.ops.stored import FEW_BITS
 from rewriter.ops.widening import SCALE, ZERO
-from rewriter.program.graph import Node
+from rewriter.program.graph import Graph, Node
 from rewriter.program.walk import values_above
 
 LAYOUT = TRANSPARENT | {"transpose", "reshape", "squeeze", "expand_dims"}
@@ -228,11 +229,33 @@ def least_below(find: Finder, value: int) -> int:
 
 
 def _under(find: Finder, value: int, prims: frozenset[str]) -> int:
-    node = find.graph.node_of(value)
-    while node is not None and node.prim in prims and len(node.ins) == 1:
+    graph = find.graph
+    node = graph.node_of(value)
+    while node is not None and (
+        (node.prim in prims and len(node.ins) == 1)
+        or ("broadcast_in_dim" in prims and _repeats(graph, node))
+    ):
         value = node.ins[0]
-        node = find.graph.node_of(value)
+        node = graph.node_of(value)
     return value
+
+
+def repeats_above(find: Finder, joined: Iterable[Joined]) -> frozenset[int]:
+    """Gathers between joined arrays and what is below their layout: to look through."""
+    graph, found = find.graph, set()
+    for value, leaf in ((j.value, j.leaf) for j in joined):
+        while value != leaf:
+            node = graph.node_of(value)
+            assert node is not None
+            if node.prim == "gather":
+                found.add(value)
+            value = node.ins[0]
+    return frozenset(found)
+
+
+def _repeats(graph: Graph, node: Node) -> bool:
+    """Whether an equation takes each row of an array several times in turn."""
+    return node.prim == "gather" and repeated_rows(graph, node) is not None
 
 
 def moved_below(

@@ -29,7 +29,7 @@ BEHIND = STEPS | {
     "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "iota",
     "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev",
     "concatenate", "pad", "slice", "split", "convert_element_type", "copy",
-    "stop_gradient",
+    "stop_gradient", "floor_divide", "remainder",
 }  # fmt: skip
 """Primitives that may lie behind them; all give the same integers on every device."""
 
@@ -51,6 +51,11 @@ def counted(graph: Graph, value: int) -> tuple[float, tuple[float, ...]] | None:
         return None if array is None else affine_constant(array)
 
     return graph.known("computed and affine", value, find)
+
+
+def computed(graph: Graph, value: int) -> np.ndarray | None:
+    """The integers of a value that depends on no input; None for others."""
+    return _array(graph, value, DEPTH)
 
 
 def _array(graph: Graph, value: int, depth: int) -> np.ndarray | None:

@@ -14,6 +14,7 @@ from jax.lax import GatherScatterMode
 from rewriter.algebra.canonicalize.evaluator import Evaluator, rule
 from rewriter.algebra.canonicalize.gathered_entries import is_pick, picked
 from rewriter.algebra.canonicalize.primitives import LAYOUT
+from rewriter.algebra.canonicalize.repeated_rows import repeated_rows
 from rewriter.algebra.canonicalize.row_sums import rows_taken
 from rewriter.algebra.canonicalize.select import choose
 from rewriter.algebra.normal_form import TRUE, Index, OverBudget, Poly
@@ -59,6 +60,9 @@ def gathered(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> P
         return rows_taken(ev, node, args, mode)
     if is_pick(node):
         return picked(ev, node, args, mode)
+    if repeated_rows(ev.g, node) is not None and node.outs[0] in ev.inside:
+        source, at = ev.moved(node, node.outs[0], args)
+        return ev.poly(source, at, mode)
     found = _pages(ev, node, args)
     return ev.alg.of_atom(ev.leaf(node.outs[0], args) if found is None else found)
 

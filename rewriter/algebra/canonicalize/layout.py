@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from jax.extend.core import InconclusiveDimensionOperation
 
 from rewriter.algebra.canonicalize.primitives import TRANSPARENT, NeedSplit
+from rewriter.algebra.canonicalize.repeated_rows import Repeats, repeated_rows
 from rewriter.algebra.normal_form import Algebra, Index, OverBudget, Poly
 from rewriter.program.graph import Node
 
@@ -73,7 +74,10 @@ class Layout:
         )
 
     def _gathered(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
-        """A gather that is a dynamic slice at a loop's step, as `jax.vmap` makes it."""
+        """A gather that is a dynamic slice at a loop's step, or repeats rows."""
+        repeats = repeated_rows(self.g, node) if value in self.inside else None
+        if repeats is not None:
+            return self._repeated(node, args, repeats)
         if not (is_slice(node) and self.varies(node.ins[1])):
             return None
         numbers, at = node.params["dimension_numbers"], list(args)
@@ -81,6 +85,15 @@ class Layout:
         for k, d in enumerate(numbers.start_index_map):
             start = self.poly(node.ins[1], (self.alg.affine(None, 1, k),))
             at[d] = self.alg.stepped(start, at[d], int(taken[d]), sizes[d])
+        return node.ins[0], tuple(at)
+
+    def _repeated(self, node: Node, args: tuple[Index, ...], how: Repeats) -> Moved:
+        offset = set(node.params["dimension_numbers"].offset_dims)
+        (row,) = (a for k, a in enumerate(args) if k not in offset)
+        at = [a for k, a in enumerate(args) if k in offset]
+        at.insert(how.axis, self.alg.div(row, how.each))
+        if self.g.shape(node.ins[0])[how.axis] == 1:
+            at[how.axis] = None
         return node.ins[0], tuple(at)
 
     def _reversed(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:

@@ -89,6 +89,25 @@ def shifted(x, w, bias):
 
 
 @program
+def shifted_log_probabilities(x, w, bias):
+    logs = jax.nn.log_softmax(x @ w + bias)[:, :-1]
+    return -(jax.nn.one_hot(LABELS[:, 1:], V) * logs).sum(-1).mean()
+
+
+@program
+def shifted_and_masked_at_once(x, w, bias):
+    logs = jax.nn.log_softmax(x @ w + bias)
+    hot = jax.nn.one_hot(LABELS[:, 1:], V) * KEEP[:, 1:, None]
+    return -(hot * logs[:, :-1]).sum() / KEEP[:, 1:].sum()
+
+
+@program
+def log_probabilities_backwards(x, w, bias):
+    logs = jax.nn.log_softmax(x @ w + bias)[:, ::-1]
+    return -(jax.nn.one_hot(LABELS[:, ::-1], V) * logs).sum(-1).mean()
+
+
+@program
 def with_z_loss(x, w, bias):
     logits = x @ w + bias
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -250,6 +269,33 @@ def test_logits_that_are_read_too_are_operands() -> None:
     assert counts["cross_entropy"] == 1
     assert counts["linear_cross_entropy"] == 0
     assert "argmax reads them" in str(report)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_some_rows_of_log_probabilities(first: int) -> None:
+    def taken(x, w):
+        logs = jax.nn.log_softmax(x @ w)[:, first:]
+        return -jnp.take_along_axis(logs, LABELS[:, first:, None], -1).sum()
+
+    fast = rewriter.optimize(taken, implementation=FORCED)
+    (site,) = fast.report(X, W).sites
+    assert (site.op, site.replaced) == ("linear_cross_entropy", True)
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(X, W) for f in (fast, taken))
+    for g, t in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, t, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.once
+def test_two_parts_of_the_same_log_probabilities_are_no_loss() -> None:
+    """All of them stay computed for the other part."""
+
+    def both(x, w):
+        logs = jax.nn.log_softmax(x @ w)
+        first = jnp.take_along_axis(logs[:, :-1], LABELS[:, 1:, None], -1).sum()
+        return first + jnp.take_along_axis(logs[:, :-2], LABELS[:, 2:, None], -1).sum()
+
+    assert not rewriter.explain(both)(X, W).counts()["linear_cross_entropy"]
 
 
 def test_soft_targets_are_named_in_the_report() -> None:

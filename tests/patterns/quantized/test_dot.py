@@ -42,6 +42,7 @@ GIVEN = {
     "pu": R.integers(0, 256, (K // 2, N)).astype("uint8"),
     "s": R.uniform(0.01, 0.03, (N,)).astype("float32"),
     "sg": R.uniform(0.01, 0.03, (G, N)).astype("float32"),
+    "sk": R.uniform(0.01, 0.03, (K,)).astype("float32"),
     "one": np.float32(0.0173),
     "zg": R.integers(-9, 9, (G, N)).astype("int8"),
     "zu": R.integers(100, 140, (N,)).astype("uint8"),
@@ -284,6 +285,28 @@ def scales_repeated(x, i4, sg):
 @spelling("bfloat16 *scale")
 def scales_repeated_before_a_cast(x, i4, sg):
     return x @ (i4.astype(BF) * jnp.repeat(sg, K // G, axis=0).astype(BF))
+
+
+@spelling("bfloat16 *scale")
+def scales_by_the_number_of_the_group(x, i4, sg):
+    return x @ (i4.astype(BF) * sg.astype(BF)[jnp.arange(K) // (K // G)])
+
+
+@spelling("float32 -zero *scale bfloat16")
+def zero_points_by_the_number_of_the_group(x, q, sg, zg):
+    group = np.arange(K) // (K // G)
+    w = q.astype(F32) - jnp.take(zg, group, axis=0).astype(F32)
+    return x @ (w * jnp.take(sg, group, axis=0)).astype(BF)
+
+
+@spelling("bfloat16 *scale")
+def scale_of_each_row_of_the_matrix(x, q, sk):
+    return x @ (q.astype(BF) * sk.astype(BF)[:, None])
+
+
+@spelling("bfloat16 *scale", mode="transposed")
+def scale_of_each_summed_column(x, t, sk):
+    return x @ (t.astype(BF) * sk.astype(BF)).T
 
 
 @spelling("bfloat16 *scale")
@@ -550,8 +573,14 @@ def a_part(x, q, s):
 
 
 @alike
-def scale_of_rows_of_the_matrix(x, q, s):
-    return x @ (q.astype(BF) * jnp.arange(K, dtype=BF)[:, None])
+def scales_of_pairs_of_numbers(x, q, s):
+    every = jnp.repeat(jnp.tile(s[:48], (K, 1)) * 1.1, 2, 1) * q[:, ::2].repeat(2, 1)
+    return x @ (q.astype(BF) * every.astype(BF))
+
+
+@alike
+def scales_that_groups_take_in_turns(x, q, sg):
+    return x @ (q.astype(BF) * sg.astype(BF)[jnp.arange(K) % G])
 
 
 @alike

@@ -145,6 +145,83 @@ def layers_in_a_scan(x, layers, scales):
     return lax.scan(layer, x, (layers, scales))[0]
 
 
+@spelling("k turns low unsigned int8")
+def less_eight_before_they_are_joined(x, u, s):
+    w = jnp.stack([(u & 15).astype(jnp.int8) - 8, (u >> 4).astype(jnp.int8) - 8], 1)
+    return times(x, w.reshape(K, N), s)
+
+
+@spelling("k turns low unsigned uint8")
+def by_remainders(x, u, s):
+    w = jnp.stack([u % 16, u // 16], 1).reshape(K, N)
+    return x @ ((w.astype(BF) - 8) * s.astype(BF))
+
+
+@spelling("n turns low signed int8")
+def by_remainders_of_signed_bytes(x, pn, s):
+    w = jnp.stack([((pn % 16) ^ 8) - 8, pn // 16], -1)
+    return times(x, w.reshape(K, N), s)
+
+
+@spelling("k halves low unsigned uint8")
+def by_two_masks(x, u, s):
+    w = jnp.concatenate([u & 0x0F, (u & 0xF0) >> 4])
+    return x @ ((w.astype(BF) - 8) * s.astype(BF))
+
+
+@spelling("k turns low signed int8")
+def signs_by_a_choice(x, u, s):
+    def signed(half):
+        half = half.astype(jnp.int8)
+        return jnp.where(half > 7, half - 16, half)
+
+    w = jnp.stack([signed(u & 15), signed(u >> 4)], 1).reshape(K, N)
+    return times(x, w, s)
+
+
+@spelling("k turns high signed int8")
+def signs_by_shifts_of_int32(x, u, s):
+    wide = u.astype(jnp.int32)
+    both = (wide << 24) >> 28, (wide << 28) >> 28
+    w = jnp.stack([half.astype(jnp.int8) for half in both], 1)
+    return times(x, w.reshape(K, N), s)
+
+
+@spelling("k turns low signed int8")
+def less_eight_behind_a_flipped_bit(x, u, s):
+    both = [(half ^ 8).astype(jnp.int8) - 8 for half in (u & 15, u >> 4)]
+    return times(x, jnp.stack(both, 1).reshape(K, N), s)
+
+
+@spelling("k turns low unsigned uint8")
+def by_sums(x, u, s):
+    high = lax.div(u, jnp.uint8(16))
+    w = jnp.stack([u - high * 16, high], 1).reshape(K, N)
+    return x @ ((w.astype(BF) - 8) * s.astype(BF))
+
+
+@alike
+def one_half_less_seven(x, u, s):
+    low, high = (half.astype(jnp.int8) for half in (u & 15, u >> 4))
+    return times(x, jnp.concatenate([low - 8, high - 7]), s)
+
+
+@alike
+def three_bits(x, u, s):
+    return times(x, jnp.concatenate([u & 7, u >> 4]), s)
+
+
+@alike
+def both_bits_flipped(x, u, s):
+    return times(x, jnp.concatenate([(u & 15) ^ 3, (u >> 4) ^ 3]), s)
+
+
+@alike
+def bounded_halves(x, u, s):
+    low, high = (half.astype(jnp.int8) - 8 for half in (u & 15, u >> 4))
+    return times(x, jnp.maximum(jnp.concatenate([low, high]), -7), s)
+
+
 @alike
 def of_two_arrays(x, p, other, s):
     w = jnp.stack([signed(p)[0], signed(other)[1]], 1).reshape(K, N)
