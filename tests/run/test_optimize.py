@@ -378,7 +378,9 @@ def test_an_error_inside_a_library_has_the_users_line():
 
 
 def test_what_is_not_callable():
-    with pytest.raises(RewriterError, match=r"test_optimize.py:\d+: 3 is not callable"):
+    with pytest.raises(
+        RewriterError, match=r"test_optimize.py:\d+: Expected a callable"
+    ):
         rewriter.optimize(3)
 
 
