@@ -151,6 +151,26 @@ def torch_models() -> str:
     return f"{table(head, rows)}\n\nOn a CPU, with {versions}."
 
 
+def keras_models() -> str:
+    """One row per backbone of Keras Hub: what is replaced, and how far numbers are."""
+    data = json.loads(record.named("keras_models").read_text())
+    passes = ("forward", "gradient")
+    rows = []
+    for row in data["rows"]:
+        found = [row[p]["replaced"] for p in passes]
+        counts = [
+            " and ".join(dict.fromkeys(str(f[k]) for f in found)) + f" of {n}"
+            if n
+            else "none"
+            for k, n in enumerate(row["written"])
+        ]
+        errors = [f"{row[p]['error']:.0e}" for p in passes]
+        rows.append((row["model"], *counts, *errors))
+    head = ("model", "attention", "norms", "gated units", "error", "of gradients")
+    versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items())
+    return f"{table(head, rows)}\n\nOn a CPU, with jax {data['jax']}, {versions}."
+
+
 def options() -> str:
     """One row per option of `rewriter.config`, with its default."""
     about = public_names.arguments(Config.__doc__ or "", "Attributes")
@@ -663,6 +683,7 @@ TABLES = {
     "public_decode": public_decode,
     "models": models,
     "torch_models": torch_models,
+    "keras_models": keras_models,
     "public_bert": public_bert,
     "packed_decoder": packed_decoder,
     "training_steps": training_steps,
