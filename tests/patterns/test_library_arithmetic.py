@@ -501,8 +501,9 @@ def masked_gate_of_pairs(x, mask, w, u):
     return mask[..., None] * (x @ w + 0.5) * jax.nn.sigmoid(x @ u)
 
 
-@case(PAIRS, gated_linear_unit=1)
+@case(PAIRS, gated_linear_unit=0)
 def selected_gate_of_pairs(x, mask, w, u):
+    """A pair that is not selected is 0, though its product is infinite."""
     return jnp.where(mask[..., None] > 0, x @ w, 0) * jax.nn.sigmoid(x @ u)
 
 
@@ -538,6 +539,12 @@ def test_found_and_the_same_numbers(name: str) -> None:
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(fn(*args)), strict=True):
         b = np.asarray(b)
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), rtol=0)
+
+
+def test_a_selected_gate_is_found_if_numbers_are_promised_finite() -> None:
+    fn, args, _ = CASES["selected_gate_of_pairs"]
+    report = rewriter.explain(fn, assume=("finite",))(*args)
+    assert report.counts()["gated_linear_unit"] == 1
 
 
 @pytest.mark.parametrize("weight", [-200.0, 90.0, 200.0])
