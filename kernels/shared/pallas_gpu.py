@@ -161,6 +161,21 @@ def loaded(reference: Any, layout: Any, optimized: bool = True) -> Array:
     return plgpu.load(reference, layout=layout, optimized=optimized)  # from 0.11 on
 
 
+def store_rows(reference: Any, value: Array) -> None:
+    """Stores registers in global memory, whatever part of a sector each thread writes.
+
+    JAX from 0.12 on refuses a plain assignment of layouts that write parts of 32 bytes.
+
+    Args:
+        reference: Global memory, of the value's shape and dtype.
+        value: What to store, in any layout.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(reference, value, optimized=False)
+    else:
+        reference[...] = value
+
+
 def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
     """Returns [rows, columns] that repeat some columns of one row.
 

@@ -25,6 +25,7 @@ from rewriter.kernels.shared.pallas_gpu import WARPGROUP as WARPGROUP
 from rewriter.kernels.shared.pallas_gpu import barriers as barriers
 from rewriter.kernels.shared.pallas_gpu import kernel as kernel
 from rewriter.kernels.shared.pallas_gpu import loaded as loaded
+from rewriter.kernels.shared.pallas_gpu import store_rows as store_rows
 from rewriter.kernels.shared.pallas_gpu import transforms
 from rewriter.kernels.shared.pallas_gpu import when as when
 

@@ -429,12 +429,13 @@ class _Block:
         def _() -> None:
             place = given["out"].at[piece.sequence, rows, columns]
             factor = or_zero if p.zero else inverse
-            place[...] = (out * pallas.along(factor, out.shape)).astype(p.dtype)
+            made = (out * pallas.along(factor, out.shape)).astype(p.dtype)
+            pallas.store_rows(place, made)
 
         @pallas.when(jnp.logical_not(piece.whole))
         def _() -> None:
             place = given["parts"].at[piece.number, rows, columns]
-            place[...] = out * pallas.along(or_zero, out.shape)
+            pallas.store_rows(place, out * pallas.along(or_zero, out.shape))
             if w == 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 x["lse_rows"][...] = top * p.scale + jnp.log(total)

@@ -702,6 +702,7 @@ def _replace_shims(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pallas, "sloped", _sloped)
     for name in ("loaded", "read"):
         patch.setattr(pallas, name, lambda x, layout: x.view().copy())
+    patch.setattr(pallas, "store_rows", lambda x, value: x.__setitem__(..., value))
     patch.setattr(pallas, "hide", _hide)
     by_eights = lambda x: x.reshape(len(x), -1, 8).sum(1)
     patch.setattr(pallas, "by_eights", by_eights)
