@@ -38,6 +38,9 @@ ACCUMULATOR = plgpu.Layout.WGMMA
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 """The layout of a value for each of its columns."""
 
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+"""The layout of a value for each of its rows."""
+
 
 def kernel(
     body: Callable[..., None],
@@ -187,6 +190,18 @@ def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
     first = jnp.minimum(first, reference.shape[0] - shape[1])
     part = reference.at[pl.ds(pl.multiple_of(first, shape[1]), shape[1])]
     return lax.broadcast_in_dim(loaded(part, COLUMNS, optimized=False), shape, [1])
+
+
+def column(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
+    """Returns [rows, columns] that repeat some rows of one column.
+
+    Args:
+        reference: float32 [m] in global memory, m a multiple of `shape`'s rows.
+        first: The first row, a multiple of them.
+        shape: [64 a, columns].
+    """
+    part = reference.at[pl.ds(pl.multiple_of(first, shape[0]), shape[0])]
+    return lax.broadcast_in_dim(loaded(part, ROWS, optimized=False), shape, [0])
 
 
 def widened(
