@@ -19,6 +19,8 @@ DOT = Op(
         Operand("x", "... k", True, "The rows."),
         Operand("w", "k n", True, "The matrix: [n, k] if transposed.",
                 Stored(FEW_BITS, "k", by_steps=True)),
+        Operand("x_scale", "...", doc="A factor for each row of the product."),
+        Operand("bias", "n", doc="An addend for each column of the product."),
     ),
     out="... n",
     reference=product,

@@ -9,7 +9,8 @@ real numbers, and round differently. So the steps are a parameter of an op, as t
     "float16 -8.0 /scale"             (q.astype(float16) - 8) / scale
 
 A step is a dtype to cast to, or a sign and what it joins: ``scale``, ``zero`` or a
-number. Each computes in the dtype of the step before.
+number. Each computes in the dtype of the step before. Steps behind a product may also
+join ``rows``, a factor of each row, and ``bias``.
 """
 
 from __future__ import annotations
@@ -26,8 +27,18 @@ JOINS = {"*": operator.mul, "/": operator.truediv, "-": operator.sub, "+": opera
 SCALE, ZERO = "scale", "zero"
 """The names of arrays in steps."""
 
+ROWS, BIAS = "rows", "bias"
+"""Those of more arrays in steps behind a product: factors of rows, and an addend."""
 
-def applied(x: jax.Array, steps: str, scale: Any = None, zero: Any = None) -> jax.Array:
+
+def applied(
+    x: jax.Array,
+    steps: str,
+    scale: Any = None,
+    zero: Any = None,
+    rows: Any = None,
+    bias: Any = None,
+) -> jax.Array:
     """Returns an array after some steps.
 
     Args:
@@ -35,13 +46,15 @@ def applied(x: jax.Array, steps: str, scale: Any = None, zero: Any = None) -> ja
         steps: As the module says.
         scale: What ``scale`` stands for, of a shape that broadcasts to x's.
         zero: What ``zero`` stands for.
+        rows: What ``rows`` stands for.
+        bias: What ``bias`` stands for.
 
     Example:
         >>> numbers = jnp.array([3, 5], "int8")
         >>> applied(numbers, "float32 -1.0 *scale", scale=2.0).tolist()
         [4.0, 8.0]
     """
-    named = {SCALE: scale, ZERO: zero}
+    named = {SCALE: scale, ZERO: zero, ROWS: rows, BIAS: bias}
     for step in steps.split():
         sign, what = step[0], step[1:]
         if sign not in JOINS:

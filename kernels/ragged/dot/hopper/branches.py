@@ -57,7 +57,7 @@ class Along:
     """Values that a result joins to the rows or columns of a product.
 
     Attributes:
-        values: float32 [n], or [m] padded to whole tiles: an array, or a reference.
+        values: Floats [n], or [m] padded to whole tiles: an array, or a reference.
         rows: Whether there is one for each row.
     """
 
