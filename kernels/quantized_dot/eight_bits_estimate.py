@@ -1,8 +1,8 @@
 """Estimates the time of a product of 8-bit rows and an 8-bit matrix.
 
-XLA multiplies such numbers on tensor cores too. It writes the sums, and scales them in a
-kernel of its own. It reads both operands along the summed axis, so that it transposes a
-matrix [k, n], as our kernel does.
+XLA multiplies such numbers on tensor cores too. It writes the sums, and scales them in
+a kernel of its own. It reads both operands along the summed axis, so that it transposes
+a matrix [k, n], as our kernel does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products of 8-bit rows and 8-bit matrices on Hopper: numbers, roundings, the choice."""
+"""Products of 8-bit rows and 8-bit matrices on Hopper: numbers, roundings, choice."""
 
 from __future__ import annotations
 
@@ -130,12 +130,13 @@ def test_steps_behind_a_product() -> None:
 
 
 # ------------------------------------------------------------------------ numbers
+PROMOTED, SHORT = Tiles(128, 128, 4, promoted=2), Tiles(stages=2)
 SIMULATED = [
     (Case(mode="forward"), Tiles(), 200),
     (FP8(behind="*scale *rows +bias"), dataclasses.replace(FEW, splits=2), 50),
     (Case(behind=""), Tiles(256, 128), 300),
-    (FP8(behind="*rows *scale", precision="highest"), Tiles(128, 128, 4, promoted=2), 130),
-    (Case(behind="float32 *scale bfloat16 *rows", joined="bfloat16"), Tiles(stages=2), 65),
+    (FP8(behind="*rows *scale", precision="highest"), PROMOTED, 130),
+    (Case(behind="float32 *scale bfloat16 *rows", joined="bfloat16"), SHORT, 65),
     (Case(), dataclasses.replace(FEW, splits=4), 1),
     (FP8(), Tiles(128, 128, 6, apart=True), 129),
     (Case(E5, E5, "", sums="bfloat16"), Tiles(64, 128, 4, promoted=1), 64),
