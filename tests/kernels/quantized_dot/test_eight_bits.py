@@ -115,7 +115,7 @@ def test_configs(m: int, precision: str | None) -> None:
     use = dataclasses.replace(case.spec(), shapes=sizes)
     found, _ = worth_measuring(KERNEL.space, use, HERE, 24)
     assert eight_bits.default(use, HERE) in found
-    assert all(bool(c.promoted) is (precision is not None) for c in found)
+    assert all(0 < c.promoted <= (1 if precision else 4) for c in found)
     assert not eight_bits.fits(Tiles(splits=5), use, HERE).ok
 
 
@@ -130,7 +130,7 @@ def test_steps_behind_a_product() -> None:
 
 
 # ------------------------------------------------------------------------ numbers
-PROMOTED, SHORT = Tiles(128, 128, 4, promoted=2), Tiles(stages=2)
+PROMOTED, SHORT = Tiles(128, 128, 3, promoted=4), Tiles(stages=2)
 SIMULATED = [
     (Case(mode="forward"), Tiles(), 200),
     (FP8(behind="*scale *rows +bias"), dataclasses.replace(FEW, splits=2), 50),
@@ -192,7 +192,7 @@ def test_numbers(case: Case) -> None:
 # ------------------------------------------------------------ the choice, the lowering
 LOWERED = [
     (Case(), Tiles()),
-    (FP8(behind="*scale *rows", precision="highest"), eight_bits.PROMOTED),
+    (FP8(behind="*scale *rows"), dataclasses.replace(eight_bits.SHARED, promoted=4)),
     (Case(behind="float32 *scale bfloat16 *rows", joined="bfloat16"), FEW),
     (FP8(mode="forward"), dataclasses.replace(FEW, splits=2)),
 ]

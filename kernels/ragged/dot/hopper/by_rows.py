@@ -417,6 +417,9 @@ class _Block:
         count, shape = self.promoted, (height, self.config.columns)
         left, _ = self.shared["left"]
 
+        def free(at: Any) -> None:
+            plgpu.barrier_arrive(self.shared["free"].at[self.slot(at)])
+
         def some(first: Any, sums: Any) -> Any:
             for i in range(count):
                 slot = self.slot(first + i)
@@ -424,6 +427,9 @@ class _Block:
                 right = self.right.taken(self.shared["right"], slot, before, i, ())
                 right = right.transpose((1, 0)) if self.transposed else right
                 plgpu.wgmma(sums, left.at[slot, above, pl.ds(0, height)], right)
+                if i:
+                    plgpu.wgmma_wait(1)
+                    free(first + i - 1)
             return sums[...]
 
         def part(i: Any, total: Any) -> Any:
@@ -431,8 +437,7 @@ class _Block:
             made = pl.run_scoped(
                 lambda sums: some(first, sums), plgpu.ACC(shape, jnp.float32)
             )
-            for k in range(count):
-                plgpu.barrier_arrive(self.shared["free"].at[self.slot(first + k)])
+            free(first + count - 1)
             return total + made
 
         parts = lax.div(tile.steps, jnp.int32(count))
