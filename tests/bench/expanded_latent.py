@@ -48,14 +48,17 @@ def inputs(seed: int, b: int, s: int) -> list[jax.Array]:
         (b, 1, HEADS, WIDE), (b, 1, HEADS, ROTARY), (b, s, LATENT), (b, s, ROTARY),
         (LATENT, HEADS, WIDE), (LATENT, HEADS, WIDE),
     )  # fmt: skip
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
     sizes = (1, 1, 1, 1, LATENT**-0.5, LATENT**-0.5)
-    draw = jax.jit(
-        lambda: [
-            (size * jax.random.normal(key, shape)).astype(jnp.bfloat16)
-            for key, shape, size in zip(keys, shapes, sizes, strict=True)
+
+    @jax.jit
+    def draw() -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(seed), len(shapes))
+        normal = jax.random.normal
+        return [
+            (size * normal(keys[i], shape)).astype(jnp.bfloat16)
+            for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True))
         ]
-    )
+
     return draw()
 
 
