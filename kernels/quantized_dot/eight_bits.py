@@ -20,7 +20,9 @@ first traced.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -305,7 +307,11 @@ def _finished(how: Behind) -> Callable[..., Any]:
             if sign == ROUND:
                 product = product.astype(what).astype(jnp.float32)
                 continue
-            other = joined[names.index(what)] if what in names else what
+            if isinstance(what, str):
+                others = [joined[names.index(name)] for name in what.split("*")]
+                other = functools.reduce(operator.mul, others)
+            else:
+                other = what
             product = pallas_gpu.JOINS[sign](product, other)
         return product
 

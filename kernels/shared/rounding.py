@@ -86,7 +86,7 @@ class Behind:
     """Steps behind a product in float32, before the last rounding.
 
     Attributes:
-        steps: As of `InFloat32`; also with the sign ``/``.
+        steps: As of `InFloat32`; also with the sign ``/``, and ``"scale*rows"``.
         dtype: The dtype of the result.
         dtypes: The dtypes in which the program joins arrays, by their names.
     """
@@ -134,9 +134,12 @@ def behind_in_float32(behind: str, dtype: str) -> Behind | None:
         if held not in SIXTEEN | {"float32"}:
             return None
         steps.append((ROUND, held))
-        named = what.isalpha()
-        if named and dtypes.setdefault(what, held) != held:
+        named = what.replace("*", "").isalpha()
+        names = what.split("*") if named else ()
+        if any(dtypes.setdefault(name, held) != held for name in names):
             return None
+        if len(names) > 1 and held != "float32":
+            return None  # their product is rounded, too
         steps.append((sign, what if named else float(what)))
     exact = {"float32", "int32"}
     kept = tuple(x for x in steps if x[0] != ROUND or x[1] not in exact)

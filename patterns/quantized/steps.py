@@ -352,7 +352,12 @@ def _join_behind(
         return None
     if node.prim == "div" and node.ins[1] == value:
         return None
-    step, one = join_of(find, node, node.ins[1 - node.ins.index(value)])
+    other = node.ins[1 - node.ins.index(value)]
+    if node.prim == "mul" and {SCALE, ROWS} <= set(left):
+        pair = _factors(find, node, other)
+        if pair is not None:
+            return f"*{SCALE}*{ROWS}", pair
+    step, one = join_of(find, node, other)
     adds = node.prim == "add"
     fitting = [name for name in left if (name == BIAS) == adds]
     if not one:
@@ -360,6 +365,30 @@ def _join_behind(
     if not fitting:
         return None
     return f"{step[0]}{fitting[0]}", (replace(one[0], name=fitting[0]),)
+
+
+def _factors(find: Finder, node: Node, other: int) -> tuple[Joined, ...] | None:
+    """The arrays whose product is as large as what it multiplies; None for others.
+
+    Args:
+        find: The search.
+        node: The equation that multiplies by the product.
+        other: The product.
+    """
+    g, made = find.graph, find.graph.node_of(other)
+    if made is None or made.prim != "mul" or len(set(made.ins)) != 2:
+        return None
+    whole = _size(g.shape(other))
+    leaves = [under_spread(find, i) for i in made.ins]
+    smaller = all(_size(g.shape(leaf)) < whole for leaf in leaves)
+    same = {g.dtype(i) for i in (*made.ins, *node.outs)} == {g.dtype(other)}
+    if not (smaller and same) or find.number(made.ins[0]) is not None:
+        return None
+    names = (SCALE, ROWS)
+    return tuple(
+        Joined(name, i, leaf, node)
+        for name, i, leaf in zip(names, made.ins, leaves, strict=True)
+    )
 
 
 def _after(left: Sequence[str], joined: Sequence[Joined]) -> list[str]:
@@ -383,14 +412,16 @@ def arguments(
         The indices of what the steps begin with, and those of each joined value.
     """
     of_joined: dict[int, tuple[Index, ...]] = {}
-    by_node = {id(j.at): j for j in steps.joined}
+    by_node: dict[int, list[Joined]] = {}
+    for j in steps.joined:
+        by_node.setdefault(id(j.at), []).append(j)
     for node, source in steps.nodes:
         moved = ev.moved(node, value, args)
         if moved is not None:
             source, args = moved
         elif id(node) in by_node:
-            other = by_node[id(node)].value
-            of_joined[other] = ev.aligned(other, args)
+            for j in by_node[id(node)]:
+                of_joined[j.value] = ev.aligned(j.value, args)
             args = ev.aligned(source, args)
         else:
             args = ev.aligned(source, args)

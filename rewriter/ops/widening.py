@@ -10,11 +10,12 @@ real numbers, and round differently. So the steps are a parameter of an op, as t
 
 A step is a dtype to cast to, or a sign and what it joins: ``scale``, ``zero`` or a
 number. Each computes in the dtype of the step before. Steps behind a product may also
-join ``rows``, a factor of each row, and ``bias``.
+join ``rows``, a factor of each row, ``bias``, or ``scale*rows``, the product of both.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -60,8 +61,10 @@ def applied(
         if sign not in JOINS:
             x = x.astype(step)
             continue
-        other = named[what] if what in named else float(what)
-        x = JOINS[sign](x, jnp.asarray(other).astype(x.dtype))
+        names = what.split("*")
+        others = [named[n] for n in names] if names[0] in named else [float(what)]
+        cast = [jnp.asarray(other).astype(x.dtype) for other in others]
+        x = JOINS[sign](x, functools.reduce(operator.mul, cast))
     return x
 
 
@@ -120,7 +123,7 @@ def reads(steps: str, name: str) -> bool:
         >>> reads("bfloat16 *scale", "scale"), reads("bfloat16", "scale")
         (True, False)
     """
-    return any(step[1:] == name for step in steps.split())
+    return any(name in step[1:].split("*") for step in steps.split())
 
 
 def param_of(operand: str) -> str:

@@ -75,6 +75,7 @@ TAKEN = [
     Case(),
     Case(mode="forward", behind="float32 *rows *scale"),
     Case(behind=""),
+    Case(behind="float32 *scale*rows bfloat16"),
     Case(behind="float32 *scale bfloat16 *rows", joined="bfloat16"),
     FP8(behind="*scale *rows +bias"),
     FP8(behind="*rows", precision="highest"),
@@ -86,6 +87,7 @@ REFUSED = [
     (Case("bfloat16", I8), "x is bfloat16"),
     (Case(sums="int8", behind=""), "sums are int8"),
     (Case(behind="bfloat16 *scale"), "does not compute the steps"),
+    (Case(behind="float32 bfloat16 *scale*rows"), "does not compute the steps"),
     (Case(behind="float32 /scale"), "does not compute the steps"),
     (Case(behind="float32 *scale bfloat16 *rows +bias"), "leaves out the rounding"),
     (Case(widen="int8"), "widened by"),
@@ -137,7 +139,8 @@ SIMULATED = [
     (Case(behind=""), Tiles(256, 128), 300),
     (FP8(behind="*rows *scale", precision="highest"), PROMOTED, 130),
     (Case(behind="float32 *scale bfloat16 *rows", joined="bfloat16"), SHORT, 65),
-    (Case(), dataclasses.replace(FEW, splits=4), 1),
+    (Case(behind="float32 *scale*rows"), dataclasses.replace(FEW, splits=4), 1),
+    (Case(behind="float32 *scale*rows bfloat16"), Tiles(), 65),
     (FP8(), Tiles(128, 128, 6, apart=True), 129),
     (Case(E5, E5, "", sums="bfloat16"), Tiles(64, 128, 4, promoted=1), 64),
 ]  # fmt: skip
@@ -227,6 +230,14 @@ def test_the_scales_are_in_the_kernel() -> None:
     (site,) = rewriter.explain(program, **how)(*arguments(256, 512, 384)).sites
     assert site.kernel == "hopper_eight_bits"
     assert site.params["behind"] == "float32 *scale *rows bfloat16"
+
+
+def test_parts_of_a_sum_do_not_add_a_bias_each() -> None:
+    """Devices may sum parts of the products, unless a bias is behind them."""
+    for behind, sums in (("*scale", {"k"}), ("*scale +bias", set())):
+        rule = OP.spread({**OP.defaults, "behind": behind})
+        assert rule is not None
+        assert rule.sums == sums
 
 
 @pytest.mark.once

@@ -82,7 +82,7 @@ def scale_of_rows_first(x, w, s):
     return (dot(q, w).astype(F32) * m * s).astype(BF)
 
 
-@spelling()
+@spelling(behind="float32 *scale*rows")
 def both_scales_at_once(x, w, s):
     q, m = rounded(x)
     return dot(q, w) * (m * s)
@@ -224,6 +224,20 @@ def of_e4m3_by_rows(x, e4, b):
 def two_scales_of_columns(x, w, s, b):
     q, _ = rounded(x)
     return dot(q, w).astype(F32) * s * b
+
+
+@spelling("float32", behind="*scale*rows +bias bfloat16")
+def an_outer_product_of_scales(x, e4, s, b):
+    m = jnp.max(jnp.abs(x), -1) / 448
+    y = dot((x / m[:, None]).astype(E4), e4, F32) * (s[None] * m[:, None]) + b
+    return y.astype(BF)
+
+
+@spelling(behind="float32 *scale*rows", mode="transposed")
+def an_outer_product_of_a_turned_matrix(x, t, s):
+    q, m = rounded(x)
+    y = lax.dot_general(q, t, (((1,), (1,)), ((), ())), preferred_element_type=I32)
+    return y.astype(F32) * jnp.outer(m[:, 0], s)
 
 
 @spelling(behind="float32 *rows")
