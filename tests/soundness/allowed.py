@@ -38,6 +38,12 @@ STABLE = {
     r"jnp\.log1p\(jnp\.exp\((\w+)\)\)": r"jnp.logaddexp(\1, 0.0)",
 }
 """How programs write what overflows, and the same that does not."""
+TOP = {
+    r"(\w+) - \1\.max\(-1, keepdims=True\)": (
+        r"\1 - lax.stop_gradient(\1.max(-1, keepdims=True))"
+    )
+}
+"""A maximum that is subtracted. Its gradient is 0, as written by what cancels."""
 FILL = (
     r"(?:-1e9|-1e4|-1e30|-2\.0 \*\* 31|(?:0\.5 \* )?jnp\.finfo\(jnp\.float32\)\.min)"
     r"(?![\w.])"
@@ -105,6 +111,15 @@ def unrounded(program: Program) -> Program:
     """
     casts = {r"\.astype\(jnp\.b?float16\)": ".astype(jnp.float32)"}
     return _written(program, casts if program.kind == "loss" else {})
+
+
+def of_fixed_top(program: Program) -> Program:
+    """Returns the program without gradients of maxima that are subtracted.
+
+    They add up what others of a row have, so that both cancel to the last bit. A kernel
+    leaves them out: what rounding leaves of the others is seen.
+    """
+    return _written(program, TOP)
 
 
 def shifted(program: Program) -> Program:

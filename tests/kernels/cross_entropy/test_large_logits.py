@@ -74,9 +74,7 @@ def test_logits_of_a_product(how, config, monkeypatch) -> None:
     for size, cap in ((0.0, 4.0), (1e3, 0.0), (1e5, 0.0)):
         bias = np.full(CLASSES, size, "f4")
         own = {"x": X, "w": weights(CLASSES), "bias": bias, "labels": LABELS}
-        got, want = both(
-            "linear_cross_entropy", own, {**how, "soft_cap": cap}, MEMORY
-        )
+        got, want = both("linear_cross_entropy", own, {**how, "soft_cap": cap}, MEMORY)
         near(got, want)
 
 
