@@ -47,14 +47,10 @@ GIVEN = {
     "zg": R.integers(-9, 9, (G, N)).astype("int8"),
     "zu": R.integers(100, 140, (N,)).astype("uint8"),
     "block": R.uniform(0.01, 0.03, (2, 3)).astype("float32"),
-    "layers": drawn((2, 1, K), "int8") * np.roll(np.eye(K, dtype="int8"), 3, 1),
+    "layers": drawn((2, K, K), "int8"),
     "scales": R.uniform(0.001, 0.003, (2, K)).astype("float32"),
 }
-"""Arguments by their names in spellings.
-
-A layer has one number in each row and column. No product of two layers is a sum then,
-so that the order of a sum cannot change a bit.
-"""
+"""Arguments by their names in spellings."""
 
 SPELLED = Spelled(GIVEN)
 SPELLINGS, args_of = SPELLED.spellings, SPELLED.args_of
