@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
@@ -30,9 +32,10 @@ log = logging.getLogger("rewriter.masks_in_loops")
 
 OF_MASKS = frozenset(
     {
-        "add", "and", "broadcast_in_dim", "convert_element_type", "empty", "empty2",
-        "eq", "ge", "gt", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not",
-        "or", "reshape", "select_n", "squeeze", "stop_gradient", "sub", "transpose",
+        "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "div",
+        "dynamic_slice", "empty", "empty2", "eq", "ge", "gt", "iota", "le", "lt", "max",
+        "min", "mul", "ne", "neg", "not", "or", "rem", "reshape", "select_n", "sign",
+        "slice", "squeeze", "stop_gradient", "sub", "transpose", "xor",
     }
 )  # fmt: skip
 """What a mask is made by: little work for each element."""
@@ -93,14 +96,20 @@ def _changed(body: Any, known: Mapping[Any, Made]) -> Any:
     """
     known, eqns, found = dict(known), [], False
     same: dict[Any, Any] = {}
-    left = list(reversed(body.eqns))
+    fills: dict[Any, Any] = {}
+    left, done = list(reversed(body.eqns)), set[Any]()
     while left:
         eqn = _jax.reading(left.pop(), same)
-        inside = _opened(eqn, known)
-        if inside is not None:
-            left += reversed(inside[0])
-            same.update(inside[1])
+        instead = _opened(eqn, known)
+        if instead is None and done.isdisjoint(eqn.outvars):
+            instead = _simpler(eqn, fills)
+            done.update(eqn.outvars)
+        if instead is not None:
+            left += reversed(instead[0])
+            same.update(instead[1])
             continue
+        if _fills(eqn) and eqn.primitive.name == "broadcast_in_dim":
+            fills[eqn.outvars[0]] = eqn.invars[0]
         new = _with_masks(eqn, known) if known else None
         if _jax.call_kind(eqn) == "scan":
             known |= _masks_of(loop_of(0, eqn))
@@ -120,10 +129,100 @@ def _opened(
     if _jax.call_kind(eqn) != "call" or eqn.effects:
         return None
     body = _jax.call_body(eqn)
-    makes = _makes_stacks(body) and _is_light(body)
+    makes = _is_light(body) and (_makes_stacks(body) or all(map(_fills, body.eqns)))
     if makes or any(_reads_made(eqn, k, m) for k, m in _given_masks(eqn, known)):
         return opened(body, eqn.invars, eqn.outvars)
     return None
+
+
+def _simpler(
+    eqn: Any, fills: Mapping[Any, Any]
+) -> tuple[list[Any], Mapping[Any, Any]] | None:
+    """A loop that makes masks, over arrays of the numbers that it counts.
+
+    It is not given what it does not read, nor arrays of one number: it makes them. None
+    for other loops, and for one that is so already.
+
+    Args:
+        eqn: An equation.
+        fills: Arrays that hold one number, and the number.
+    """
+    if _jax.call_kind(eqn) != "scan" or eqn.effects:
+        return None
+    loop = loop_of(0, eqn)
+    counts, read = _counted(loop), _read_in(loop)
+    if counts is None or not _is_light(loop.body):
+        return None
+    atoms = {k: eqn.invars[k] for k in read}
+    named = {k: a for k, a in atoms.items() if not _jax.is_literal(a)}
+    whole = {k: fills[a] for k, a in named.items() if a in fills and k < loop.first}
+    if not counts and not whole and len(named) == len(loop.inputs):
+        return None
+    atoms |= whole
+    numbers = {k: a.val for k, a in atoms.items() if _jax.is_literal(a)}
+    atoms = {k: a for k, a in atoms.items() if k not in numbers}
+    first = range(loop.n_consts, loop.first)
+
+    def code(*given: Any) -> list[Any]:
+        known = dict(zip(atoms, given, strict=True))
+        for k, number in numbers.items():
+            known[k] = np.asarray(number, loop.inputs[k].aval.dtype)[()]
+        steps = jnp.arange(loop.length)
+        steps = steps[::-1] if eqn.params["reverse"] else steps
+        of = lambda k: counts[k - loop.n_consts] * steps.astype(known[k].dtype)
+        over = {k: known[k] + of(k) for k in first}
+        over |= {k: known[k] for k in read if k >= loop.first}
+
+        def turn(_: Any, x: Any) -> Any:
+            here = {**known, **x}
+            for k in whole:
+                here[k] = jnp.full(loop.inputs[k].aval.shape, known[k])
+            ins = [here.get(k, 0) for k in range(len(loop.inputs))]
+            return None, _jax.inlined(_closed(loop.body), ins)[loop.n_carry :]
+
+        how = {"length": loop.length, "reverse": eqn.params["reverse"]}
+        ends = [known[k] + counts[k - loop.n_consts] * loop.length for k in first]
+        return [*ends, *lax.scan(turn, None, over, **how)[1]]
+
+    try:
+        fragment = _jax.trace_placed(code, [a.aval for a in atoms.values()])
+    except Exception as why:  # JAX has no rule for their placement
+        log.debug("masks stay in a loop as it is: %s", why)
+        return None
+    return opened(fragment, [*atoms.values()], eqn.outvars)
+
+
+def _read_in(loop: Loop) -> list[int]:
+    """The operands of a loop that its masks are made of, and its carries."""
+    _, read = live(loop.eqns, loop.outs[loop.n_carry :])
+    carries = range(loop.n_consts, loop.first)
+    return [k for k, v in enumerate(loop.inputs) if v in read or k in carries]
+
+
+def _counted(loop: Loop) -> list[int] | None:
+    """What each step adds to the carries; None if that is not one integer each."""
+    counts = [_counts(loop, k) for k in range(loop.n_carry)]
+    return None if None in counts else counts
+
+
+def _counts(loop: Loop, k: int) -> int | None:
+    """The number that each step adds to a carry, if it is one integer."""
+    var = loop.inputs[loop.n_consts + k]
+    made = [e for e in loop.eqns if loop.outs[k] in e.outvars]
+    integer = jnp.issubdtype(var.aval.dtype, jnp.integer) and not var.aval.shape
+    if not integer or len(made) != 1 or made[0].primitive.name != "add":
+        return None
+    more = [a for a in made[0].invars if _jax.is_literal(a)]
+    own = [a for a in made[0].invars if a is var]
+    return int(more[0].val) if len(own) == len(more) == 1 else None
+
+
+def _fills(eqn: Any) -> bool:
+    """Whether an equation makes an array of one number, or another such number."""
+    return (
+        eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
+        and not eqn.invars[0].aval.shape
+    )
 
 
 def _makes_stacks(body: Any) -> bool:
@@ -166,7 +265,7 @@ def _takes_little(eqn: Any) -> bool:
         return False
     if kind == "scan":
         loop = loop_of(0, eqn)
-        return not loop.n_carry and _is_light(loop.body)
+        return _counted(loop) is not None and _is_light(loop.body)
     if kind == "cond":
         return all(map(_is_light, eqn.params["branches"]))
     if kind == "call":
