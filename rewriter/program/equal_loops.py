@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rewriter import _jax
+from rewriter.program.counters import added
 from rewriter.program.equations import live
 
 HOISTED = 12
@@ -101,7 +102,9 @@ class _Keys:
             if k < n_consts:
                 given.append(self._outside(value, HOISTED))
             elif k < n_consts + n_carry:
-                given.append(self._number(("input", k - n_consts, value)))
+                counter = self._count(eqn, k - n_consts, value)
+                own = "input", k - n_consts, value
+                given.append(self._number(counter or own))
             else:
                 given.append(self._step(value, how))
         return self._results(body, given, count)
@@ -114,6 +117,9 @@ class _Keys:
         save products of the first run's steps.
         """
         node, k = self.graph.producer.get(value, (None, 0))
+        if node is not None and node.prim == "iota" and not how[1]:
+            if len(self.graph.shape(value)) == 1:
+                return self._number(("count", 0, 1, str(self.graph.dtype(value))))
         if node is None or node.prim != "scan":
             return self._number(("step", value))
         _, _, n_carry, length = _jax.scan_parts(node.eqn)
@@ -124,6 +130,14 @@ class _Keys:
             known[node.outs] = self._outs(node.eqn, node.ins, len(node.outs))
         made = known[node.outs]
         return made[k] if made else self._number(("step", value))
+
+    def _count(self, eqn: Any, k: int, first: int) -> Hashable | None:
+        """What a carry is that counts the steps; the steps of an iota are the same."""
+        counts, start = added(eqn, k), self.graph.scalar(first)
+        if counts is None or start is None or eqn.params["reverse"]:
+            return None
+        dtype, by = counts
+        return "count", int(start), by, dtype
 
     def _outside(self, value: int, depth: int) -> int:
         """The number of a value that every step reads; some loops make it themselves.

@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.program.bodies import map_bodies
+from rewriter.program.counters import added
 from rewriter.program.equations import live
 from rewriter.program.loops import Loop, loop_of, traced
 from rewriter.program.opened_calls import opened
@@ -169,8 +170,10 @@ def _simpler(
             known[k] = np.asarray(number, loop.inputs[k].aval.dtype)[()]
         steps = jnp.arange(loop.length)
         steps = steps[::-1] if eqn.params["reverse"] else steps
-        of = lambda k: counts[k - loop.n_consts] * steps.astype(known[k].dtype)
-        over = {k: known[k] + of(k) for k in first}
+        over = {
+            k: _numbers(steps, known[k], counts[k - loop.n_consts], numbers.get(k))
+            for k in first
+        }
         over |= {k: known[k] for k in read if k >= loop.first}
 
         def turn(_: Any, x: Any) -> Any:
@@ -192,6 +195,13 @@ def _simpler(
     return opened(fragment, [*atoms.values()], eqn.outvars)
 
 
+def _numbers(steps: Any, first: Any, by: int, start: Any) -> Any:
+    """What a loop counts at its steps, from a first number that may be known."""
+    steps = steps.astype(first.dtype)
+    steps = steps if by == 1 else steps * by
+    return steps if start is not None and int(start) == 0 else steps + first
+
+
 def _read_in(loop: Loop) -> list[int]:
     """The operands of a loop that its masks are made of, and its carries."""
     _, read = live(loop.eqns, loop.outs[loop.n_carry :])
@@ -201,20 +211,8 @@ def _read_in(loop: Loop) -> list[int]:
 
 def _counted(loop: Loop) -> list[int] | None:
     """What each step adds to the carries; None if that is not one integer each."""
-    counts = [_counts(loop, k) for k in range(loop.n_carry)]
-    return None if None in counts else counts
-
-
-def _counts(loop: Loop, k: int) -> int | None:
-    """The number that each step adds to a carry, if it is one integer."""
-    var = loop.inputs[loop.n_consts + k]
-    made = [e for e in loop.eqns if loop.outs[k] in e.outvars]
-    integer = jnp.issubdtype(var.aval.dtype, jnp.integer) and not var.aval.shape
-    if not integer or len(made) != 1 or made[0].primitive.name != "add":
-        return None
-    more = [a for a in made[0].invars if _jax.is_literal(a)]
-    own = [a for a in made[0].invars if a is var]
-    return int(more[0].val) if len(own) == len(more) == 1 else None
+    counts = [added(loop.eqn, k) for k in range(loop.n_carry)]
+    return None if None in counts else [by for _, by in counts]
 
 
 def _fills(eqn: Any) -> bool:
