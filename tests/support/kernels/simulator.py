@@ -809,7 +809,7 @@ def simulated_few_rows() -> Iterator[None]:
 
 @contextmanager
 def simulated_rows_of_logits() -> Iterator[None]:
-    """Within, that of log-sum-exps and gradients of rows of logits does."""
+    """Within, that of sums of exponentials and gradients of rows of logits does."""
     with _replaced((hopper_rows,), pallas_gpu) as patch:
         _replace_rows(patch)
         yield
