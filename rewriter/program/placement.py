@@ -22,6 +22,7 @@ from rewriter.program.trace import Traced, moving, split, trace
 OTHER_MESHES = "its arrays are on more than one mesh"
 MIXED = "some axes of the mesh are explicit, others automatic"
 MANUAL = "some axes of the mesh are manual around it, others are not"
+SYMBOLIC = "sizes are symbolic, and JAX cannot call such a program with jax.shard_map"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rewriter.find.region import Regions
 from rewriter.gradients.insertion_point import obstacle, places, read_instead
 from rewriter.ops.op import OUT
 from rewriter.program.graph import Scope
-from rewriter.program.placement import MANUAL, MIXED
+from rewriter.program.placement import MANUAL, MIXED, SYMBOLIC
 from rewriter.program.propagation import (
     Placement,
     Split,
@@ -60,11 +60,10 @@ def located(
         manual = _manual(m.node.scope) if placement is not None else ENTIRELY
         if manual == ENTIRELY:
             continue
-        if isinstance(placement, str):
-            found[index] = placement
-        elif manual == MANUAL:
-            found[index] = MANUAL
-        elif placement is not None and _is_mixed(regions, m, placement.mesh):
+        found[index] = why = _unknown(m, placement, manual)
+        if why is not None:
+            continue
+        if placement is not None and _is_mixed(regions, m, placement.mesh):
             found[index] = MIXED
         elif placement is not None and _has_types(regions, m):
             found[index] = _stated(regions, m, placement)
@@ -76,6 +75,17 @@ def located(
         for m, shards in zip(matches, found, strict=True):
             log.debug("%s at %s: %s", m.op.name, m.where, shards or ENTIRELY)
     return tuple(found)
+
+
+def _unknown(
+    match: Match, placement: Placement | str | None, manual: str
+) -> str | None:
+    """Says why a match cannot be split, whatever its operands' placement is."""
+    if isinstance(placement, str):
+        return placement
+    if manual == MANUAL:
+        return MANUAL
+    return SYMBOLIC if match.spec.symbolic else None
 
 
 def _propagated(
