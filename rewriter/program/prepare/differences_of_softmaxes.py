@@ -37,6 +37,10 @@ DEPTH = 12
 """The most equations between a softmax and a sum of several."""
 
 
+Factor = tuple[Any, tuple[int, ...]]
+"""An array, and the axes of another one along which it differs."""
+
+
 @dataclass(frozen=True, eq=False)
 class Term:
     """A softmax in a sum of several.
@@ -44,13 +48,12 @@ class Term:
     Attributes:
         weights: The softmax.
         negative: Whether it is subtracted.
-        factor: What it is multiplied by: an array, and the axes of the softmax that it
-            has; None without one.
+        factor: What it is multiplied by, if anything.
     """
 
     weights: Any
     negative: bool
-    factor: tuple[Any, tuple[int, ...]] | None
+    factor: Factor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +88,7 @@ class Derivative:
     eqn: Any
     side: int
     negative: bool
-    factor: tuple[Any, tuple[int, ...]] | None
+    factor: Factor | None
     axes: tuple[int, ...]
 
 
@@ -113,9 +116,13 @@ class _Body:
         return None if _jax.is_literal(atom) else self.made.get(atom)
 
     def terms(self, atom: Any) -> list[Term] | None:
-        """The softmaxes that add up to an array; None if it is no sum of several."""
+        """The softmaxes that add up to an array; None if it is no sum of several.
+
+        Parts of one softmax do not count: each part needs all of it.
+        """
         found = self._terms(atom, False)
-        return found if found and len(found) > 1 else None
+        whole = {self.softmax(t.weights) for t in found or ()}
+        return found if found and len(found) == len(whole) > 1 else None
 
     def _terms(self, atom: Any, negative: bool) -> list[Term] | None:
         eqn = self.maker(atom)
@@ -131,43 +138,50 @@ class _Body:
         weights, factor = atom, None
         if eqn is not None and eqn.primitive.name == "mul":
             for one, other in (eqn.invars, eqn.invars[::-1]):
-                factor = self.factor(one)
+                factor = self.factor(one, atom.aval.shape)
                 if factor is not None:
                     weights = other
                     break
-        if _jax.is_literal(weights) or not self._is_softmax(weights):
+        if _jax.is_literal(weights) or self.softmax(weights) is None:
             return None
         return [Term(weights, negative, factor)]
 
-    def factor(self, atom: Any) -> tuple[Any, tuple[int, ...]] | None:
-        """An array that is the same along some axes; None for another one."""
+    def factor(self, atom: Any, shape: Sequence[Any]) -> Factor | None:
+        """An array that is the same along some axes; None for another one.
+
+        Args:
+            atom: The array.
+            shape: The shape of what it is multiplied with.
+        """
         if _jax.is_literal(atom) or not atom.aval.shape:
             return atom, ()
+        if atom.aval.shape != tuple(shape):  # axes of size one are repeated
+            return atom, tuple(d for d, n in enumerate(atom.aval.shape) if n != 1)
         eqn = self.maker(atom)
         if eqn is None or eqn.primitive.name != "broadcast_in_dim":
             return None
-        dims = eqn.params["broadcast_dimensions"]
-        sizes = eqn.invars[0].aval.shape
-        if any(n == 1 != atom.aval.shape[d] for d, n in zip(dims, sizes, strict=True)):
-            return None
-        return eqn.invars[0], tuple(dims)
+        dims, source = eqn.params["broadcast_dimensions"], eqn.invars[0]
+        if _jax.is_literal(source):
+            return source, ()
+        pairs = zip(dims, source.aval.shape, strict=True)
+        return source, tuple(d for d, n in pairs if n != 1)
 
-    def _is_softmax(self, atom: Any) -> bool:
-        """Whether an array is part of a softmax over its last axis."""
+    def softmax(self, atom: Any) -> Any:
+        """The softmax that an array is a part of; None for another array."""
         for _ in range(DEPTH):
             eqn = self.maker(atom)
             if eqn is None:
-                return False
+                return None
             if eqn.primitive.name == "div":
-                return self._is_exponential(eqn.invars[0])
+                return atom if self._is_exponential(eqn.invars[0]) else None
             if _jax.call_kind(eqn) in ("call", "custom"):
-                body = _jax.call_body(eqn)
-                inner = _Body(body)
-                return inner._is_softmax(inner.outs[eqn.outvars.index(atom)])
+                inner = _Body(_jax.call_body(eqn))
+                own = inner.softmax(inner.outs[eqn.outvars.index(atom)])
+                return None if own is None else atom
             if eqn.primitive.name not in LAYOUT or len(eqn.invars) != 1:
-                return False
+                return None
             atom = eqn.invars[0]
-        return False
+        return None
 
     def _is_exponential(self, atom: Any) -> bool:
         eqn = self.maker(atom)
@@ -299,6 +313,7 @@ def _scaled(x: jax.Array, negative: bool, scale: Any) -> jax.Array:
         return x
     factor, axes = scale
     factor = jnp.asarray(factor, x.dtype)
+    factor = factor.reshape([n for n in factor.shape if n != 1])
     order = sorted(range(len(axes)), key=lambda k: axes[k])
     factor = factor.transpose(order) if len(order) > 1 else factor
     return x * lax.broadcast_in_dim(factor, x.shape, sorted(axes))
@@ -322,7 +337,7 @@ def _derivative(here: _Body, atom: Any) -> Derivative | None:
             if factor:
                 factor = factor[0], tuple(order[d] for d in factor[1])
         elif name == "mul" and factor is None:
-            factors = [here.factor(a) for a in ins]
+            factors = [here.factor(a, eqn.outvars[0].aval.shape) for a in ins]
             k = 0 if factors[0] else 1
             if factors[k] is None:
                 return None
@@ -330,7 +345,7 @@ def _derivative(here: _Body, atom: Any) -> Derivative | None:
         elif name == "dot_general":
             values = {p.values for p in here.products}
             sides = [k for k in (0, 1) if ins[1 - k] in values]
-            if len(sides) != 1:
+            if len(sides) != 1 or here.terms(ins[sides[0]]):
                 return None
             return Derivative(eqn, sides[0], negative, factor, axes)
         else:
@@ -388,8 +403,10 @@ def _summed(eqn: Any, known: Product, found: Derivative) -> list[Any] | None:
     cotangent = found.eqn.invars[found.side]
     summed, keys = eqn.params["axes"], len(known.places) - 1
     same = cotangent.aval.shape == known.result.aval.shape
-    if not same or keys not in summed or found.eqn.invars[1 - found.side] is not (
-        known.values
+    if (
+        not same
+        or keys not in summed
+        or found.eqn.invars[1 - found.side] is not (known.values)
     ):
         return None
     kept = [known.places[d] for d in range(keys) if d not in summed]
