@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
 from rewriter.algebra.normal_form import Algebra, OverBudget, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
@@ -28,7 +27,8 @@ from rewriter.find.reading import (
 )
 from rewriter.find.sieve import Step
 from rewriter.patterns.norms.affine import affine, scale_and_bias
-from rewriter.patterns.norms.form import Form, form_of
+from rewriter.patterns.norms.form import CENTRED, Form, form_of
+from rewriter.patterns.norms.group import read_group
 from rewriter.patterns.norms.normalized_value import (
     BOUNDED,
     REDUCE,
@@ -36,11 +36,11 @@ from rewriter.patterns.norms.normalized_value import (
     results_below,
     sources,
 )
+from rewriter.patterns.norms.results import is_scaled_later
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
 
 ANCHORS = frozenset({"rsqrt", "sqrt", "pow"})
-MOVED = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
 
 
 def propose_layer_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -51,6 +51,11 @@ def propose_layer_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
 def propose_rms_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of the regions below a root as an RMS norm."""
     yield from _propose(find, anchor, "rms_norm")
+
+
+def propose_group_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings of the regions below a root as a group norm."""
+    yield from _propose(find, anchor, "group_norm")
 
 
 def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
@@ -68,7 +73,7 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
     for source in found:
         if source.centred != layer:
             continue  # the norm of a centred value is a layer norm
-        if layer != (op == "layer_norm"):
+        if layer != CENTRED[op]:
             return
         readings, refusal = _readings(find, anchor, op, source)
         if readings is None:
@@ -100,10 +105,11 @@ def _readings(
     )
     readings: list[Reading] = []
     refusals: list[Refused] = []
+    reader = read_group if op == "group_norm" else read
     for outside in (False, True):
         for value in results if not readings else ():
             try:
-                readings.append(read(find, ev, op, value, source, outside))
+                readings.append(reader(find, ev, op, value, source, outside))
             except Refused as refusal:
                 node = find.graph.node_of(value)
                 if node is None or not is_of_gradient(node):
@@ -279,22 +285,13 @@ def _require_whole_scale(find: Finder, value: int, form: Form, scale: Poly) -> N
             "group", "the scale varies along some of the normalised axes only: "
             "a group norm", score=0.6,
         )  # fmt: skip
-    if c is not None and _is_scaled_later(find, value):
+    if c is not None and is_scaled_later(find, value):
         raise Refused(
             "unscaled",
             "several axes are normalised and scaled otherwise: "
             "a group, instance or batch norm",
             score=0.6,
         )
-
-
-def _is_scaled_later(find: Finder, value: int) -> bool:
-    """Whether a result is multiplied by an array, such as its own scale."""
-    same = [value, *find.regions.chain(value, lambda n: n.prim in MOVED)]
-    factors = [
-        i for v in same for n in find.graph.users(v) if n.prim == "mul" for i in n.ins
-    ]
-    return any(i not in same and find.number(i) is None for i in factors)
 
 
 def _plain(a: Any) -> Any:
@@ -306,6 +303,7 @@ def _plain(a: Any) -> Any:
 
 STEPS = (Step(REDUCE), Step(ANCHORS))
 PATTERN = ReaderPattern("layer_norm", ANCHORS, propose_layer_norm, STEPS)
+GROUP_NORM = ReaderPattern("group_norm", ANCHORS, propose_group_norm, STEPS)
 RMS_NORM = ReaderPattern(
     "rms_norm", ANCHORS, propose_rms_norm, STEPS, above=frozenset({"sub"})
 )
