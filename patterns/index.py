@@ -55,13 +55,13 @@ PATTERNS = {
     "paged_latent_attention": Shipped(
         "attention.paged_latent", "Latent attention to a cache in pages of a pool."
     ),
+    "layer_norm": Shipped(
+        "norms.read", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
+    ),
     "group_norm": Shipped(
         "norms.read",
         "Group norm: (x - mean x) / sqrt(var x + eps) * scale + bias of groups.",
         "GROUP_NORM",
-    ),
-    "layer_norm": Shipped(
-        "norms.read", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
     ),
     "rms_norm": Shipped(
         "norms.read", "RMS norm: x / sqrt(mean x² + eps) * scale.", "RMS_NORM"

@@ -129,73 +129,78 @@ def _axes(find: Finder, form: Form, scale: Poly, bias: Poly, value: int) -> Axes
     alg, d = find.algebra, set(form.normalised)
     order = [i for a in form.at for i in flat_indices(a)]
     varies = set(alg.ids(scale) | alg.ids(bias))
-    if varies:
-        own = _own_axes(find, order, varies, d, scale, bias)
-    else:
-        own = _bare(find, form, order, d, value)
-    groups = tuple(i for i in own if i not in d)
-    channels = tuple(i for i in own if i in d)
-    first = order.index(own[0]) if own else len(order)
-    others = [i for i in order if i not in own]
-    before = tuple(i for i in others if i in d and order.index(i) < first)
-    behind = tuple(i for i in others if i in d and order.index(i) >= first)
-    lead = tuple((i,) for i in others if i not in d)
-    if not before and not behind:
+    own = [i for i in order if i in varies]
+    if varies != set(own):
+        raise Refused("scale", SEVERAL, score=0.35)
+    if not varies:
+        _require_no_layer_norm(find, form, value)
+        first = min(order.index(i) for i in d)
+        own = [i for i in order[first:] if i not in d]
+    _require_together(order, own, d)
+    given = [p for p in (scale, bias) if alg.ids(p)]
+    if not set(own) & d and not all(is_parameter(find, p) for p in given):
+        raise Refused("scale", "one number of the scale for each row", score=0.2)
+    axes = _sorted(order, own, d)
+    if not axes.before and not axes.behind and not _cuts_axes(form):
         raise Refused("kind", "a layer norm", score=0.2)
-    if not lead and not channels and groups and form.at[0] is not None:
+    if _is_of_samples(form, axes):
         raise Refused(
             "group",
             "one scale for each channel, and one mean of all samples: a batch norm, "
             "or weight standardisation",
             score=0.6,
         )
-    return Axes(lead, before, groups, channels, behind)
+    return axes
 
 
-def _own_axes(
-    find: Finder,
-    order: list[int],
-    varies: set[int],
-    d: set[int],
-    scale: Poly,
-    bias: Poly,
-) -> list[int]:
-    """The indices of groups and channels: those along which the scale varies."""
-    own = [i for i in order if i in varies]
-    start = order.index(own[0]) if own else 0
-    if set(own) != varies or order[start : start + len(own)] != own:
-        text = "the scale varies from sample to sample, or along several axes"
-        raise Refused("scale", text, score=0.35)
-    kept = [i not in d for i in own]
-    if kept != sorted(kept, reverse=True):
-        text = "the channels of a group do not follow each other: groups are interleaved"
-        raise Refused("group", text, score=0.6)
-    given = [p for p in (scale, bias) if find.algebra.ids(p)]
-    if all(kept) and not all(is_parameter(find, p) for p in given):
-        raise Refused("scale", "one number of the scale for each row", score=0.2)
-    return own
+SEVERAL = "the scale varies from sample to sample, or along several axes"
 
 
-def _bare(
-    find: Finder, form: Form, order: list[int], d: set[int], value: int
-) -> list[int]:
-    """The indices of groups without a scale: those kept behind a normalised one.
-
-    Raises:
-        Refused: If whole axes are normalised, as in a layer norm, and no scale
-            multiplies them later.
-    """
-    first = min(order.index(i) for i in d)
-    own = [i for i in order[first:] if i not in d]
-    cut = any(
-        set(part := flat_indices(a)) & d and set(part) - d
-        for a in form.at
-        if not isinstance(a, int)
+def _sorted(order: list[int], own: list[int], d: set[int]) -> Axes:
+    """The axes of x, if `own` are those of groups and channels, and d is normalised."""
+    first = order.index(own[0]) if own else len(order)
+    positions = [k for k, i in enumerate(order) if i in d and i not in own]
+    return Axes(
+        lead=tuple((i,) for i in order if i not in d and i not in own),
+        before=tuple(order[k] for k in positions if k < first),
+        groups=tuple(i for i in own if i not in d),
+        channels=tuple(i for i in own if i in d),
+        behind=tuple(order[k] for k in positions if k > first),
     )
-    later = (own or len(form.axes) > 1) and is_scaled_later(find, value)
-    if not cut and not later:
-        raise Refused("kind", "a layer norm", score=0.2)
+
+
+def _is_of_samples(form: Form, axes: Axes) -> bool:
+    """Whether the statistics are over all of the first axis, which then is of samples.
+
+    An axis of size 1 in front is one of a single sample.
+    """
+    return not (axes.lead or axes.channels) and form.at[0] is not None
+
+
+def _require_together(order: list[int], own: list[int], d: set[int]) -> None:
+    """Refuses groups and channels that do not follow each other in this order."""
     start = order.index(own[0]) if own else 0
     if order[start : start + len(own)] != own:
-        raise Refused("group", "groups along several axes of x", score=0.4)
-    return own
+        raise Refused("scale", SEVERAL, score=0.35)
+    normalised = [i in d for i in own]
+    if normalised != sorted(normalised):
+        text = "the channels of a group do not follow each other: interleaved groups"
+        raise Refused("group", text, score=0.6)
+
+
+def _cuts_axes(form: Form) -> bool:
+    """Whether a part of an axis is normalised, as channels of a group are."""
+    d = set(form.normalised)
+    axes = [set(flat_indices(a)) for a in form.at]
+    return any(axis & d and axis - d for axis in axes)
+
+
+def _require_no_layer_norm(find: Finder, form: Form, value: int) -> None:
+    """Refuses whole axes that are normalised, without any sign of groups.
+
+    Such signs are axes that are kept behind those, and another scale that follows.
+    """
+    last = form.axes == list(range(form.axes[0], len(form.at)))
+    several = len(form.axes) > 1 and is_scaled_later(find, value)
+    if last and not several and not _cuts_axes(form):
+        raise Refused("kind", "a layer norm", score=0.2)

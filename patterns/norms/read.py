@@ -21,6 +21,7 @@ from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
     Reading,
     Refused,
+    flat_indices,
     leaves_of,
     operand,
     unproved,
@@ -83,7 +84,17 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
             return
         if refusal is not None and (miss is None or refusal.score > miss.score):
             miss = refusal
-    if miss is not None and miss.code not in {*BOUNDED.values()} - {BOUNDED[op]}:
+    if miss is not None:
+        _note(find, anchor, op, miss)
+
+
+def _note(find: Finder, anchor: Node, op: str, miss: Refused) -> None:
+    """Notes why a root is not an op's, unless that is another op's to say."""
+    if op == "group_norm":
+        if miss.code in OF_GROUPS:
+            find.misses.pop(("layer_norm", anchor.outs[0]), None)
+            find.missed(op, anchor, miss)
+    elif miss.code not in {*BOUNDED.values()} - {BOUNDED[op]}:
         find.missed(op, anchor, miss)
 
 
@@ -92,7 +103,7 @@ def _readings(
 ) -> tuple[list[Reading] | None, Refused | None]:
     """Readings of the results below a root, largest first; None to leave it."""
     results = results_below(find, anchor, source.x)
-    if not results or any(find.done(op, v) for v in results):
+    if not results or any(find.done(o, v) for v in results for o in FIRST[op]):
         return None, None
     sides = frozenset((v, k) for v in source.inside for k in (0, 1))
     names = {source.x: source.x}
@@ -127,11 +138,48 @@ def _readings(
     if bare and not readings:
         text = "an L2 norm: the sum of squares is not divided by their number"
         return [], Refused("l2", text, score=0.5)
+    if op == "layer_norm" and _is_in_group_norm(find, anchor, source, readings):
+        return [], None
     # the largest covers those inside it
     nearest = max(refusals, key=lambda refusal: refusal.score, default=None)
     if nearest is not None and _is_of_all(find, anchor, source.x):
         nearest = None
     return _useful(find, readings)[::-1], nearest
+
+
+FIRST = {
+    "rms_norm": ("rms_norm",),
+    "layer_norm": ("layer_norm",),
+    "group_norm": ("group_norm", "layer_norm"),
+}
+"""By op, those that leave nothing for it at a root where they are found."""
+
+
+def _is_in_group_norm(
+    find: Finder, anchor: Node, source: Source, readings: list[Reading]
+) -> bool:
+    """Whether layer norms without a scale are a group norm, or parts of one.
+
+    They are parts if a scale for each channel follows. They are one if the rows do not
+    lie in memory as rows: the channels, which are not normalised, stand behind.
+    """
+    if not readings or any(_arrays(r) - {"x"} or r.times for r in readings):
+        return False
+    last = max(r.value for r in readings)
+    turned = any(_is_transposed(r) for r in readings)
+    if not turned and not is_scaled_later(find, last):
+        return False
+    others, _ = _readings(find, anchor, "group_norm", source)
+    return any(r.value > last or turned for r in others or ())
+
+
+def _is_transposed(reading: Reading) -> bool:
+    """Whether the axes of x are in another order than in the program's array."""
+    alg = reading.algebra
+    ((x, groups),) = reading.operands["x"].parts
+    (leaf,) = alg.poly_leaves(x)
+    at = [i for a in alg.defs[leaf][2] for i in flat_indices(a)]
+    return at != [i for group in groups for i in group]
 
 
 def _useful(find: Finder, readings: list[Reading]) -> list[Reading]:
@@ -300,6 +348,9 @@ def _plain(a: Any) -> Any:
     text = "an axis of x is a part of another axis, after a reshape"
     raise Refused("axes", text, score=0.4)
 
+
+OF_GROUPS = frozenset({"group"})
+"""Codes of refusals that are of group norms, and not of layer norms."""
 
 STEPS = (Step(REDUCE), Step(ANCHORS))
 PATTERN = ReaderPattern("layer_norm", ANCHORS, propose_layer_norm, STEPS)
