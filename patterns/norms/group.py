@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rewriter.algebra.normal_form import TRUE, Poly
+from rewriter.algebra.normal_form import TRUE, Index, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.reading import (
     Reading,
@@ -75,7 +75,7 @@ def read_group(
     if outside:
         require_outside(alg, form, scale, bias)
         times, plus, scale, bias = scale, bias or None, alg.const(1), {}
-    axes = _axes(find, form, scale, bias, value)
+    axes = _axes(find, form, args, scale, bias, value)
     find.require_proved(ev)
     x = alg.of_atom(alg.atom("leaf", form.x, form.at))
     operands = {"x": operand(x, *axes.of_rows())}
@@ -120,7 +120,14 @@ def _require_always(alg: Any, form: Form, scale: Poly, bias: Poly) -> None:
         raise Refused("scale", "the result is multiplied by x", score=0.2)
 
 
-def _axes(find: Finder, form: Form, scale: Poly, bias: Poly, value: int) -> Axes:
+def _axes(
+    find: Finder,
+    form: Form,
+    args: tuple[Index, ...],
+    scale: Poly,
+    bias: Poly,
+    value: int,
+) -> Axes:
     """Sorts the indices of x.
 
     Raises:
@@ -133,7 +140,7 @@ def _axes(find: Finder, form: Form, scale: Poly, bias: Poly, value: int) -> Axes
     if varies != set(own):
         raise Refused("scale", SEVERAL, score=0.35)
     if not varies:
-        _require_no_layer_norm(find, form, value)
+        _require_no_layer_norm(find, form, args, value)
         first = min(order.index(i) for i in d)
         own = [i for i in order[first:] if i not in d]
     _require_together(order, own, d)
@@ -141,7 +148,7 @@ def _axes(find: Finder, form: Form, scale: Poly, bias: Poly, value: int) -> Axes
     if not set(own) & d and not all(is_parameter(find, p) for p in given):
         raise Refused("scale", "one number of the scale for each row", score=0.2)
     axes = _sorted(order, own, d)
-    if not axes.before and not axes.behind and not _cuts_axes(form):
+    if not axes.before and not axes.behind and not _cuts_axes(form, args):
         raise Refused("kind", "a layer norm", score=0.2)
     if _is_of_samples(form, axes):
         raise Refused(
@@ -188,19 +195,21 @@ def _require_together(order: list[int], own: list[int], d: set[int]) -> None:
         raise Refused("group", text, score=0.6)
 
 
-def _cuts_axes(form: Form) -> bool:
+def _cuts_axes(form: Form, args: tuple[Index, ...]) -> bool:
     """Whether a part of an axis is normalised, as channels of a group are."""
     d = set(form.normalised)
-    axes = [set(flat_indices(a)) for a in form.at]
+    axes = [set(flat_indices(a)) for a in (*form.at, *args)]
     return any(axis & d and axis - d for axis in axes)
 
 
-def _require_no_layer_norm(find: Finder, form: Form, value: int) -> None:
+def _require_no_layer_norm(
+    find: Finder, form: Form, args: tuple[Index, ...], value: int
+) -> None:
     """Refuses whole axes that are normalised, without any sign of groups.
 
     Such signs are axes that are kept behind those, and another scale that follows.
     """
     last = form.axes == list(range(form.axes[0], len(form.at)))
     several = len(form.axes) > 1 and is_scaled_later(find, value)
-    if last and not several and not _cuts_axes(form):
+    if last and not several and not _cuts_axes(form, args):
         raise Refused("kind", "a layer norm", score=0.2)
