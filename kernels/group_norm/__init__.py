@@ -6,7 +6,7 @@ front of the channels or behind them, so that no layout of images needs a transp
 
 from __future__ import annotations
 
-from rewriter.kernels.group_norm import xla
+from rewriter.kernels.group_norm import hopper, xla
 from rewriter.kernels.group_norm.cost import cost
 from rewriter.kernels.group_norm.reference import reference, sample
 from rewriter.ops.op import Op, Operand, Sharding, unsaid
@@ -38,4 +38,4 @@ OP = Op(
     cost=cost,
 )
 
-KERNELS = (xla.KERNEL,)
+KERNELS = (hopper.KERNEL, xla.KERNEL)

@@ -139,7 +139,9 @@ def _(x, bias):
     return last(x) + bias
 
 
-@group("one_plus_scale", of=lambda x, scale, bias: dict(x=x, scale=1 + scale, bias=bias))
+@group(
+    "one_plus_scale", of=lambda x, scale, bias: dict(x=x, scale=1 + scale, bias=bias)
+)
 def _(x, scale, bias):
     return last(x) * (1.0 + scale) + bias
 

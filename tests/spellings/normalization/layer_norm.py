@@ -15,7 +15,6 @@ from tests.spellings.normalization.pieces import (
     B,
     D,
     H,
-    N,
     T,
     W,
     X,
