@@ -72,10 +72,9 @@ def statistics(x: Array) -> tuple[Array, Array]:
     work = work_of(x.shape, [str(x.dtype)])
     if work is None:
         return xla.statistics(x)
-    found, squares = (_by_channel(y, x.shape) for y in means(_flat(x), work))
+    found, around = (_by_channel(y, x.shape) for y in means(_flat(x), work))
     mean = group_mean(found)
-    off = jnp.square(found - mean)
-    return mean, group_mean(squares * (1.0 / work.positions) + off)
+    return mean, group_mean(around + jnp.square(found - mean))
 
 
 def sums(up: Array, x: Array, mean: Array, centred: bool) -> list[Array]:

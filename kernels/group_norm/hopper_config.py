@@ -84,11 +84,6 @@ class Work:
             return self.channels
         return math.lcm(self.channels, LANES)
 
-    @property
-    def positions(self) -> int:
-        """Positions of a sample that a column of a block's result has."""
-        return self.steps * self.teams * self.width // self.out
-
 
 def work_of(
     shape: Sequence[int], dtypes: Sequence[str], processors: int = PROCESSORS

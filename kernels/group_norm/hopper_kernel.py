@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def means(x: Array, work: Work) -> tuple[Array, Array]:
-    """Returns means, and sums of squares around them, of each block's positions.
+    """Returns means, and mean squares around them, of each block's positions.
 
     Args:
         x: [samples, positions, channels].
         work: How the work is shared.
 
     Returns:
-        float32 [samples, blocks, work.out] each, of `work.positions` numbers.
+        float32 [samples, blocks, work.out] each, all of as many positions.
     """
     first, second = _call("group_norm", _Block.statistics, [x], None, 2, work)
     return first, second
@@ -170,29 +170,31 @@ class _Block:
 
     # ------------------------------------------------------------------ both passes
     def statistics(self) -> None:
-        """Writes the mean of each channel, and the sum of squares around it."""
+        """Writes the mean of each channel, and the mean square around it."""
         start = self.loaded(0, jnp.int32(0))
+        share = 1.0 / self.work.steps
 
         def add(carry: Any, row: list[Array]) -> Any:
-            total, squares = carry
+            off, squares = carry
             left = [x - s for x, s in zip(row, start, strict=True)]
-            total = [t + y for t, y in zip(total, left, strict=True)]
-            squares = [s + y * y for s, y in zip(squares, left, strict=True)]
-            return total, squares
+            parts = [y * share for y in left]  # no sum overflows whose mean does not
+            off = [a + b for a, b in zip(off, parts, strict=True)]
+            both = zip(squares, left, parts, strict=True)
+            return off, [s + y * p for s, y, p in both]
 
-        total, squares = self.over_rows(add, 1, 1, (self.zeros(), self.zeros()))
-        inverse = 1.0 / self.work.steps
-        for c, (s, t, q) in enumerate(zip(start, total, squares, strict=True)):
-            off = t * inverse
-            self.keep(0, c, s + off)
-            self.keep(1, c, q - t * off)
+        off, squares = self.over_rows(add, 1, 1, (self.zeros(), self.zeros()))
+        for c, (first, o, q) in enumerate(zip(start, off, squares, strict=True)):
+            self.keep(0, c, first + o)
+            self.keep(1, c, q - o * o)
         pallas_gpu_rows.wait_for_block()
 
         def join(entries: Callable[[int], list[Array]]) -> list[Array]:
-            mean = _sum(entries(0)) * (1.0 / len(entries(0)))
-            off = [x - mean for x in entries(0)]
-            around = _sum([y * y for y in off]) * float(self.work.steps)
-            return [mean, _sum(entries(1)) + around]
+            means, around = entries(0), entries(1)
+            each = 1.0 / len(means)
+            mean = _sum(means) * each
+            apart = [x - mean for x in means]
+            terms = [q + y * y for q, y in zip(around, apart, strict=True)]
+            return [mean, _sum(terms) * each]
 
         self.over_channels(join)
 

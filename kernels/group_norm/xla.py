@@ -70,12 +70,13 @@ def statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     at = y.ndim + axis
     blocks = y.reshape(*y.shape[:at], y.shape[at] // k, k, *y.shape[at + 1 :])
     first = jax.lax.slice_in_dim(blocks, 0, 1, axis=at + 1)
-    rest = blocks - first
-    total = jnp.sum(rest, at + 1)
-    squares = jnp.sum(rest * rest, at + 1) - total * (total / k)
-    means = jnp.squeeze(first, at + 1) + total / k
+    left = blocks - first
+    parts = left * (1.0 / k)  # so that no sum overflows whose mean does not
+    off = jnp.sum(parts, at + 1)
+    around = jnp.sum(left * parts, at + 1) - off * off
+    means = jnp.squeeze(first, at + 1) + off
     mean = group_mean(means)
-    return mean, group_mean(squares / k + jnp.square(means - mean))
+    return mean, group_mean(around + jnp.square(means - mean))
 
 
 def _block(shape: tuple[int, ...]) -> tuple[int, int] | None:

@@ -34,6 +34,7 @@ from rewriter.patterns.norms.normalized_value import (
     BOUNDED,
     REDUCE,
     Source,
+    masked,
     results_below,
     sources,
 )
@@ -80,19 +81,30 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
         if readings is None:
             return
         if readings:
+            if op == "group_norm":
+                _forget_groups(find, anchor)
             yield from readings
             return
         if refusal is not None and (miss is None or refusal.score > miss.score):
             miss = refusal
+    if op == "group_norm" and not found:
+        miss = masked(find, anchor) or miss
     if miss is not None:
         _note(find, anchor, op, miss)
+
+
+def _forget_groups(find: Finder, anchor: Node) -> None:
+    """Forgets that a root is no layer norm's because it may be a group norm's."""
+    _, refusal = find.misses.get(("layer_norm", anchor.outs[0]), (None, None))
+    if refusal is not None and refusal.code in ("group", "unscaled", "axes"):
+        del find.misses["layer_norm", anchor.outs[0]]
 
 
 def _note(find: Finder, anchor: Node, op: str, miss: Refused) -> None:
     """Notes why a root is not an op's, unless that is another op's to say."""
     if op == "group_norm":
         if miss.code in OF_GROUPS:
-            find.misses.pop(("layer_norm", anchor.outs[0]), None)
+            _forget_groups(find, anchor)
             find.missed(op, anchor, miss)
     elif miss.code not in {*BOUNDED.values()} - {BOUNDED[op]}:
         find.missed(op, anchor, miss)
@@ -349,7 +361,7 @@ def _plain(a: Any) -> Any:
     raise Refused("axes", text, score=0.4)
 
 
-OF_GROUPS = frozenset({"group"})
+OF_GROUPS = frozenset({"group", "masked"})
 """Codes of refusals that are of group norms, and not of layer norms."""
 
 STEPS = (Step(REDUCE), Step(ANCHORS))
