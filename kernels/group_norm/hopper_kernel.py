@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from jax import Array
 
 
+LARGEST = float(jnp.finfo(jnp.float32).max)
+"""What is taken off an infinite sum in place of infinity, so that it is not NaN."""
+
+
 def means(x: Array, work: Work) -> tuple[Array, Array]:
     """Returns means, and mean squares around them, of each block's positions.
 
@@ -185,7 +189,7 @@ class _Block:
         off, squares = self.over_rows(add, 1, 1, (self.zeros(), self.zeros()))
         for c, (first, o, q) in enumerate(zip(start, off, squares, strict=True)):
             self.keep(0, c, first + o)
-            self.keep(1, c, q - o * o)
+            self.keep(1, c, q - jnp.minimum(o * o, LARGEST))
         pallas_gpu_rows.wait_for_block()
 
         def join(entries: Callable[[int], list[Array]]) -> list[Array]:

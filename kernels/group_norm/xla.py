@@ -14,8 +14,8 @@ more for x's cotangent. With n = (x − mean)·r, r = (var + eps)^-½, and g = g
     dscale = Σ g₀·n,   dbias = Σ g₀,   dx = r · (g − mean(g) − n · mean(g·n)),
     depsilon = −½ Σ g·n·r²
 
-Both means are those of a group, and follow from the sums for each channel. The mean of
-n, which rounding leaves, times mean(g·n) is taken off as well.
+Both means are those of a group, and follow from the sums for each channel. In float32
+the mean of n, which rounding leaves, is taken off n.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     left = blocks - first
     parts = left * (1.0 / k)  # so that no sum overflows whose mean does not
     off = jnp.sum(parts, at + 1)
-    around = jnp.sum(left * parts, at + 1) - off * off
+    most = jnp.finfo(y.dtype).max  # infinity minus infinity would be NaN
+    around = jnp.sum(left * parts, at + 1) - jnp.minimum(off * off, most)
     means = jnp.squeeze(first, at + 1) + off
     mean = group_mean(means)
     return mean, group_mean(around + jnp.square(means - mean))
@@ -185,13 +186,15 @@ def backward(
     centred = x.dtype.itemsize > 2  # in 16 bits this correction is below rounding
     ups, products, *rest = sums(cotangent, x, mean, centred)
     products = products * r
+    left = 0.0
+    if rest:
+        left = _over_channels(rest[0]) * r / size  # the mean of n
+        products = products - ups * left
     s = jnp.ones((), wide) if scale is None else scale.astype(wide)[..., None]
     level, along = (_over_channels(y * s) / size for y in (ups, products))
-    if rest:
-        level = level - along * (_over_channels(rest[0]) * r / size)
     n = (x.astype(wide) - mean) * r
     g = cotangent.astype(wide) * s
-    grads = {"x": (r * (g - level - n * along)).astype(x.dtype)}
+    grads = {"x": (r * (g - level - (n - left) * along)).astype(x.dtype)}
     samples = tuple(range(x.ndim - 3))
     if scale is not None:
         grads["scale"] = jnp.sum(products[..., 0], samples).astype(scale.dtype)

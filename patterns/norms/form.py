@@ -16,6 +16,10 @@ HALF = Fraction(-1, 2)
 CENTRED = {"layer_norm": True, "group_norm": True, "rms_norm": False}
 """By op, whether it subtracts the mean."""
 
+OF_NUMBERS = {"masks": False}
+"""Options of proofs: gradients of a norm of n numbers have factors as n to the 1.5th
+power, and no norm has a mask."""
+
 
 @dataclass(frozen=True)
 class Form:

@@ -24,7 +24,7 @@ from rewriter.find.reading import (
     split_digits,
 )
 from rewriter.patterns.norms.affine import is_parameter, require_outside, terms
-from rewriter.patterns.norms.form import Form, form_of
+from rewriter.patterns.norms.form import OF_NUMBERS, Form, form_of
 from rewriter.patterns.norms.normalized_value import Source
 from rewriter.patterns.norms.results import is_scaled_later
 
@@ -104,6 +104,7 @@ def read_group(
         axes.of_rows(),
         operands,
         params,
+        check_options=OF_NUMBERS,
         notes=tuple(sorted(ev.notes)),
         times=times,
         plus=plus,

@@ -28,7 +28,7 @@ from rewriter.find.reading import (
 )
 from rewriter.find.sieve import Step
 from rewriter.patterns.norms.affine import affine, scale_and_bias
-from rewriter.patterns.norms.form import CENTRED, Form, form_of
+from rewriter.patterns.norms.form import CENTRED, OF_NUMBERS, Form, form_of
 from rewriter.patterns.norms.group import read_group
 from rewriter.patterns.norms.normalized_value import (
     BOUNDED,
@@ -287,6 +287,7 @@ def read(
         groups,
         operands,
         params,
+        check_options=OF_NUMBERS,
         notes=tuple(sorted(ev.notes)),
         times=times,
         plus=plus,

@@ -192,6 +192,52 @@ def test_norms_of_a_library_are_found_with_gradients(library: str) -> None:
                 np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5 * largest)
 
 
+def of_rows(x: Any) -> Any:
+    y = x.reshape(x.shape[0], 32, -1)
+    y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-5)
+    return y.reshape(x.shape)
+
+
+def of_axes(x: Any) -> Any:
+    y = x.astype(jnp.float32).reshape(*x.shape[:-1], 32, -1)
+    mean, var = y.mean((1, 2, 4), keepdims=True), y.var((1, 2, 4), keepdims=True)
+    return ((y - mean) / jnp.sqrt(var + 1e-5)).reshape(x.shape)
+
+
+def of_moments(x: Any) -> Any:
+    y = x.astype(jnp.float32).reshape(*x.shape[:-1], 32, -1)
+    mean, square = y.mean((1, 2, 4)), (y * y).mean((1, 2, 4))
+    r = jax.lax.rsqrt(jnp.maximum(square - mean * mean, 0) + 1e-6)
+    mean, r = (jnp.repeat(v, x.shape[-1] // 32, -1)[:, None, None] for v in (mean, r))
+    return (x - mean) * r
+
+
+IMAGES = {
+    "rows": (lambda x, s, b: of_rows(x) * s[:, None, None] + b[:, None, None], 1),
+    "axes": (lambda x, s, b: of_axes(x) * s + b, -1),
+    "moments": (lambda x, s, b: jax.nn.silu(of_moments(x) * s + b), -1),
+    "checkpoint": (jax.checkpoint(lambda x, s, b: of_axes(x) * s + b), -1),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("size", [64, 512])
+def test_all_gradients_of_large_images_are_in_the_site(name: str, size: int) -> None:
+    """Numbers as n to the power of 1.5 are in the gradients of groups of n numbers."""
+    fn, axis = IMAGES[name]
+    shape = [2, size, size]
+    shape.insert(axis % 4, 128)
+    given = jax.ShapeDtypeStruct(tuple(shape), jnp.bfloat16)
+    channels = jax.ShapeDtypeStruct((128,), jnp.float32)
+    both = jax.value_and_grad(loss(fn), (0, 1, 2))
+    fast = rewriter.optimize(both, implementation=FORCED, strict=True)
+    report = fast.report(given, channels, channels)
+    assert [s.op for s in report.sites] == ["group_norm"]
+    assert report.after is not None
+    backward = [e for e in report.after.eqns if "wrt" in e.params]
+    assert [e.params["wrt"] for e in backward] == [("x", "scale", "bias")]
+
+
 def batch_norm(lib: str) -> Case:
     if lib == "haiku":
         hk = pytest.importorskip("haiku")
