@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -221,11 +222,10 @@ IMAGES = {
 
 
 @pytest.mark.parametrize("name", IMAGES)
-@pytest.mark.parametrize("size", [64, 512])
-def test_all_gradients_of_large_images_are_in_the_site(name: str, size: int) -> None:
+def test_all_gradients_of_large_images_are_in_the_site(name: str) -> None:
     """Numbers as n to the power of 1.5 are in the gradients of groups of n numbers."""
     fn, axis = IMAGES[name]
-    shape = [2, size, size]
+    shape = [2, 512, 512]
     shape.insert(axis % 4, 128)
     given = jax.ShapeDtypeStruct(tuple(shape), jnp.bfloat16)
     channels = jax.ShapeDtypeStruct((128,), jnp.float32)
@@ -233,9 +233,7 @@ def test_all_gradients_of_large_images_are_in_the_site(name: str, size: int) -> 
     fast = rewriter.optimize(both, implementation=FORCED, strict=True)
     report = fast.report(given, channels, channels)
     assert [s.op for s in report.sites] == ["group_norm"]
-    assert report.after is not None
-    backward = [e for e in report.after.eqns if "wrt" in e.params]
-    assert [e.params["wrt"] for e in backward] == [("x", "scale", "bias")]
+    assert re.findall(r"wrt=(.*)", str(report.after)) == ["('x', 'scale', 'bias')"]
 
 
 def batch_norm(lib: str) -> Case:
