@@ -1,8 +1,7 @@
 """Group norms on Hopper GPUs: the sums over positions by a kernel, the rest by XLA.
 
-XLA takes a third of the bandwidth for sums over an axis in front of channels, where
-their number is no power of two, and reads x for several of them. The kernel reads x, or
-x and the cotangent, once, at the full bandwidth.
+XLA reaches down to a third of the bandwidth in sums over an axis in front of channels.
+The kernel reads x, or x and the cotangent, once, at the full bandwidth.
 
 Pallas takes half a second to import, so the kernel itself is imported where it is first
 traced.

@@ -134,16 +134,14 @@ def forward(
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     mean, square = statistics(x)
-    y = x.astype(wide)
     square = square + jnp.asarray(eps, wide)
     if of_squares:
         square = square + (mean * mean - mean * mean)  # inf - inf, or 0
     if epsilon is not None:
         square = square + epsilon.astype(wide)
     inverse = jax.lax.rsqrt(square)
-    y = (y - mean) * inverse
-    if scale is not None:
-        y = y * scale.astype(wide)[..., None]
+    factor = inverse if scale is None else inverse * scale.astype(wide)[..., None]
+    y = (x.astype(wide) - mean) * factor
     if bias is not None:
         y = y + bias.astype(wide)[..., None]
     out = y.astype(out_dtype or x.dtype)

@@ -38,7 +38,7 @@ from rewriter.patterns.norms.normalized_value import (
     results_below,
     sources,
 )
-from rewriter.patterns.norms.results import is_scaled_later
+from rewriter.patterns.norms.results import is_scaled_later, under_layout
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
 
@@ -72,7 +72,7 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
         find.cache[key] = sources(find, anchor)
     found, miss = find.cache[key]
     layer = any(s.centred for s in found)
-    for source in found:
+    for source in _narrow_first(find, found) if op == "group_norm" else found:
         if source.centred != layer:
             continue  # the norm of a centred value is a layer norm
         if layer != CENTRED[op]:
@@ -91,6 +91,22 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
         miss = masked(find, anchor) or miss
     if miss is not None:
         _note(find, anchor, op, miss)
+
+
+def _narrow_first(find: Finder, found: list[Source]) -> list[Source]:
+    """Sources, with an array in front of what is only laid out and cast from it.
+
+    A kernel then reads the array, and not one of more bytes.
+    """
+    by_value = {s.x: s for s in found}
+    chosen: list[Source] = []
+    for source in found:
+        value = under_layout(find, source.x)
+        narrow = find.graph.dtype(value).itemsize < find.graph.dtype(source.x).itemsize
+        if narrow and value in by_value:
+            chosen.append(by_value[value])
+        chosen.append(source)
+    return list(dict.fromkeys(chosen))
 
 
 def _forget_groups(find: Finder, anchor: Node) -> None:

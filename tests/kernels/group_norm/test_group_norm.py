@@ -208,12 +208,33 @@ def test_lowers_on_a_cpu(dtype: str) -> None:
     assert exported.mlir_module().count("mosaic_gpu_v2") == 2
 
 
+@pytest.mark.parametrize(
+    ("shape", "forward", "both"),
+    [
+        ((8, 64, 64, 320), "hopper", "hopper"),
+        ((2, 512, 512, 128), "xla", "xla"),
+        ((2, 32, 32, 640), "xla", "xla"),
+    ],
+)
+def test_what_is_chosen_on_hopper_gpus(
+    shape: tuple[int, ...], forward: str, both: str
+) -> None:
+    channels = jax.ShapeDtypeStruct(shape[-1:], "float32")
+    given = jax.ShapeDtypeStruct(shape, "bfloat16"), channels, channels
+    gradient = jax.grad(lambda *a: jnp.sum(norm(*a).astype("float32") ** 2), (0, 1, 2))
+    for program, kernel in ((norm, forward), (gradient, both)):
+        (site,) = rewriter.explain(program, target="h200", tune="off")(*given).sites
+        assert (site.op, site.kernel) == ("group_norm", kernel)
+    (site,) = rewriter.explain(norm, target="a100", tune="off")(*given).sites
+    assert site.kernel == "xla"
+
+
 # ------------------------------------------------------------- in whole programs
 def norm(x: Any, scale: Any, bias: Any) -> Any:
-    y = x.reshape(*x.shape[:-1], 4, -1)
+    y = x.astype("float32").reshape(*x.shape[:-1], 4, -1)
     mean, var = y.mean((1, 2, 4), keepdims=True), y.var((1, 2, 4), keepdims=True)
     y = (y - mean) * jax.lax.rsqrt(var + 1e-5)
-    return jax.nn.silu(y.reshape(x.shape) * scale + bias)
+    return jax.nn.silu((y.reshape(x.shape) * scale + bias).astype(x.dtype))
 
 
 def test_exported_with_gradients() -> None:
