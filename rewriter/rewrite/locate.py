@@ -15,7 +15,7 @@ from rewriter.find.match import Match
 from rewriter.find.reading import leaves_of
 from rewriter.find.region import Regions
 from rewriter.gradients.insertion_point import obstacle, places, read_instead
-from rewriter.ops.op import OUT
+from rewriter.ops.op import OUT, Op
 from rewriter.program.graph import Scope
 from rewriter.program.propagation import (
     Placement,
@@ -245,13 +245,8 @@ def _stated(regions: Regions, match: Match, mesh: Any) -> Shards | str:
             shapes[name] = x.shape
             spec = () if name == OUT else jax.typeof(x).sharding.spec
             splits[name] = split_by(spec, len(x.shape))
-        if mesh.manual_axes:  # there JAX differentiates the reference
-            moving = [k for k, x in operands.items() if is_inexact(x)]
-            fixed = {k: v for k, v in operands.items() if k not in moving}
-            of = lambda *a: plain(match.op, [*moving, *fixed], params)(
-                *a, *fixed.values()
-            )
-            jax.vjp(of, *(operands[k] for k in moving))
+        if mesh.manual_axes:
+            _require_derivative(match.op, operands, params)
         return jnp.zeros(out.shape, out.dtype)
 
     def code(*arrays: jax.Array) -> jax.Array:
@@ -266,6 +261,21 @@ def _stated(regions: Regions, match: Match, mesh: Any) -> Shards | str:
         return str(why)
     except Exception as problem:  # JAX has no rule for a layout of these placements
         return NO_LAYOUT + _line_of(problem)
+
+
+def _require_derivative(
+    op: Op, operands: Mapping[str, Any], params: Mapping[str, Any]
+) -> None:
+    """Asks JAX for the reference's derivative, which may have no rule for placements.
+
+    In a shard_map over some axes, what differentiates a site once more differentiates
+    that. See `rewriter.site.nested_shards`.
+    """
+    moving = [k for k, x in operands.items() if is_inexact(x)]
+    fixed = {k: v for k, v in operands.items() if k not in moving}
+    reference = plain(op, [*moving, *fixed], params)
+    of = lambda *arrays: reference(*arrays, *fixed.values())
+    jax.vjp(of, *(operands[k] for k in moving))
 
 
 def _shards(

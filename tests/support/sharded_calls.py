@@ -197,6 +197,12 @@ def in_shard_map() -> None:
     fast = optimized(partly)
     close(fast(*ARGS))
     assert one_site(fast, *ARGS).sharding == "n over model, k over model"
+    inside = jax.shard_map(
+        optimized(), mesh=MESH, in_specs=P("data"), out_specs=P("data"),
+        axis_names={"data"},
+    )  # fmt: skip
+    close(jax.jit(inside)(*ARGS))  # nothing states how `model` splits its arguments
+    assert "rewriter_site" not in str(jax.jit(inside).trace(*ARGS).jaxpr)
 
 
 def differentiated_shard_map() -> None:
