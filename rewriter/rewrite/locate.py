@@ -32,6 +32,7 @@ from rewriter.support.dtypes import is_inexact
 
 log = logging.getLogger("rewriter.locate")
 
+ACROSS = "a part of it is inside of jax.sharding.auto_axes, and a part is not"
 NO_LAYOUT = "its operands cannot be laid out as they are placed: "
 
 
@@ -231,6 +232,8 @@ def _stated(regions: Regions, match: Match, mesh: Any) -> Shards | str:
         if not instead.steps
     }
     avals = [graph.avals[placed.get(here[v], here[v])] for v in names]
+    if not all(_jax.in_one_mesh(a, graph.avals[match.value]) for a in avals):
+        return ACROSS
     own, params = set(match.op.names), {**match.op.defaults, **reading.params}
     shapes: dict[str, tuple[int, ...]] = {}
     splits: dict[str, Split | None] = {}
