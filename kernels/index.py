@@ -11,6 +11,7 @@ OPS = {
     "scored_attention": "attention",
     "quantized_attention": "attention",
     "latent_attention": "attention",
+    "expanded_latent_attention": "attention",
     "paged_latent_attention": "attention",
     "layer_norm": "norms",
     "rms_norm": "norms",

@@ -52,6 +52,10 @@ PATTERNS = {
         "attention.latent",
         "Attention whose values are the first columns of keys that all heads share.",
     ),
+    "expanded_latent_attention": Shipped(
+        "attention.expanded_latent",
+        "Attention of few queries whose keys and values are products of a latent.",
+    ),
     "paged_latent_attention": Shipped(
         "attention.paged_latent", "Latent attention to a cache in pages of a pool."
     ),

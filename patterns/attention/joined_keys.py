@@ -11,7 +11,7 @@ weights of both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,12 +158,13 @@ def _over_all(alg: Algebra, one: _Piece, other: _Piece, count: int):
     names = {name: ("joined", count + k) for k, name in enumerate(first)}
     for order in itertools.permutations(second):
         pairs = list(zip(first, order, strict=True))
-        if any(set(a[1]) != set(b[1]) for a, b in pairs):
+        axes = {a: _axes(a[1], b[1]) for a, b in pairs}
+        if None in axes.values():
             continue
-        slots = {b: (names[a], first[a].slots) for a, b in pairs}
+        slots = {b: (names[a], axes[a]) for a, b in pairs}
         theirs = _Renaming(alg, other, slots, alg.affine(key, 1, -sizes[0]), key)
         mine = _Renaming(
-            alg, one, {a: (names[a], first[a].slots) for a in first}, key, key
+            alg, one, {a: (names[a], axes[a]) for a in first}, key, key
         )
         try:
             weights, weighed = mine.product(one.weights), mine.product(one.values)
@@ -173,8 +174,7 @@ def _over_all(alg: Algebra, one: _Piece, other: _Piece, count: int):
         except OverBudget:
             continue
         joined = {
-            names[a]: _joined(alg, first[a], second[b], one.key, other.key)
-            for a, b in pairs
+            names[a]: _joined(alg, first[a], second[b], axes[a]) for a, b in pairs
         }
         mask = _mask(alg, one, other, key)
         if mask is None:
@@ -233,13 +233,30 @@ def _in_order(a: Index) -> list[int]:
     return found + _in_order(a[2]) if a[0] == "cat" else found
 
 
-def _joined(alg: Algebra, one: _Use, other: _Use, *keys: int) -> Joined:
-    """Two arrays as one, with the axes of the first."""
+def _axes(one: Sequence[Slot], other: Sequence[Slot]) -> Sequence[Slot] | None:
+    """The axes of two arrays that are joined; None if they do not fit.
+
+    One of them may lack axes of the result, as learned keys do that all rows of a batch
+    share.
+    """
+    more, less = (one, other) if len(one) >= len(other) else (other, one)
+    lacking = set(more) - set(less)
+    fits = set(less) <= set(more) and all(role == "result" for role, _ in lacking)
+    return more if fits else None
+
+
+def _at(use: _Use) -> dict[Slot, int]:
+    return dict(zip(use.slots, use.indices, strict=True))
+
+
+def _joined(alg: Algebra, one: _Use, other: _Use, axes: Sequence[Slot]) -> Joined:
+    """Two arrays as one; axes that only one of them has are repeated in the other."""
     pieces = []
     for use in (one, other):
-        at = [use.indices[use.slots.index(slot)] for slot in one.slots]
-        pieces.append(operand(alg.of_atom(use.atom), *((i,) for i in at)))
-    return Joined(tuple(pieces), one.slots.index(("key", 0)))
+        at = _at(use)
+        groups = ((at.get(slot, slot[1]),) for slot in axes)
+        pieces.append(operand(alg.of_atom(use.atom), *groups))
+    return Joined(tuple(pieces), axes.index(("key", 0)))
 
 
 class _Renaming:
@@ -249,7 +266,7 @@ class _Renaming:
         self,
         alg: Algebra,
         piece: _Piece,
-        slots: Mapping[Any, tuple[Any, tuple[Slot, ...]]],
+        slots: Mapping[Any, tuple[Any, Sequence[Slot]]],
         position: Index,
         key: int,
     ):
@@ -290,8 +307,8 @@ class _Renaming:
     def _leaf(self, atom: int, inner: tuple[int, ...]) -> int:
         use = _use(self.alg, atom, inner, self.piece.key)
         name, slots = self.slots[self.alg.defs[atom][1], use.slots]
-        at = dict(zip(use.slots, use.indices, strict=True)) | {("key", 0): self.key}
-        return self.alg.atom("leaf", name, tuple(at[slot] for slot in slots))
+        at = _at(use) | {("key", 0): self.key}
+        return self.alg.atom("leaf", name, tuple(at.get(s, s[1]) for s in slots))
 
 
 # ---------------------------------------------------------------------- masks

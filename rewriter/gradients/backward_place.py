@@ -10,7 +10,7 @@ outer trace stand inside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rewriter import _jax
 from rewriter.find.match import Match
@@ -118,8 +118,8 @@ def _in_recomputed_loop(
     """
     if body.kind != "scan" or body.parent is None:
         return None
-    for children in body.parent.children.values():
-        scope, defined = children[0], regions.place(children[0]).defined
+    for scope in _bodies_in(home_of(body.parent)[0]):
+        defined = regions.place(scope).defined
         had = [defined.get(v) for _, v in match.leaves]
         if scope is body or any(f is None or f[1] is not scope for f in had):
             continue
@@ -129,6 +129,15 @@ def _in_recomputed_loop(
         if clear and bodies and _before(scope, at, bodies[0]):
             return (scope, at), at
     return None
+
+
+def _bodies_in(home: Scope) -> Iterator[Scope]:
+    """The first body of each equation in a body, also of those in its calls."""
+    for children in home.children.values():
+        if children[0].kind == "call":
+            yield from _bodies_in(children[0])
+        else:
+            yield children[0]
 
 
 ROOM = 2

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rewriter import _jax
+from rewriter.program.counters import added
 from rewriter.program.equations import live
 
 HOISTED = 12
@@ -30,12 +31,15 @@ class Loops:
         seen: Loops that are not in `results` yet: what they are is told once there is a
             recomputation.
         stacked: By results of a loop, the numbers of what its steps give.
+        arms: By the number of a result of a cond, what decides, and the numbers of what
+            its branches return.
     """
 
     numbers: dict[Hashable, int] = field(default_factory=dict)
     results: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     seen: list[tuple[Any, Sequence[int], tuple[int, ...]]] = field(default_factory=list)
     stacked: dict[tuple[int, ...], tuple[int, ...] | None] = field(default_factory=dict)
+    arms: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def first(
         self, graph: Any, eqn: Any, ins: Sequence[int], outs: Sequence[int], again: bool
@@ -55,12 +59,10 @@ class Loops:
             return tuple(outs)
         while self.seen:
             earlier, its_ins, its_outs = self.seen.pop(0)
-            for key, part in _Keys(graph, self.numbers, self.stacked).of(
-                earlier, its_ins
-            ):
+            for key, part in _Keys(graph, self).of(earlier, its_ins):
                 self.results.setdefault(key, its_outs[part])
         same = list(outs)
-        for key, part in _Keys(graph, self.numbers, self.stacked).of(eqn, ins):
+        for key, part in _Keys(graph, self).of(eqn, ins):
             same[part] = self.results.setdefault(key, tuple(same[part]))
         return tuple(same)
 
@@ -71,13 +73,11 @@ class _Keys:
 
     Attributes:
         graph: The graph that they are in.
-        numbers: As `Loops.numbers`.
-        stacked: As `Loops.stacked`.
+        loops: The loops that were seen.
     """
 
     graph: Any
-    numbers: dict[Hashable, int]
-    stacked: dict[tuple[int, ...], tuple[int, ...] | None]
+    loops: Loops
 
     def of(self, eqn: Any, ins: Sequence[int]) -> list[tuple[Hashable, slice]]:
         """What results of a scan are, as far as it is told, and which ones."""
@@ -102,7 +102,9 @@ class _Keys:
             if k < n_consts:
                 given.append(self._outside(value, HOISTED))
             elif k < n_consts + n_carry:
-                given.append(self._number(("input", k - n_consts, value)))
+                counter = self._count(eqn, k - n_consts, value)
+                own = "input", k - n_consts, value
+                given.append(self._number(counter or own))
             else:
                 given.append(self._step(value, how))
         return self._results(body, given, count)
@@ -115,16 +117,27 @@ class _Keys:
         save products of the first run's steps.
         """
         node, k = self.graph.producer.get(value, (None, 0))
+        if node is not None and node.prim == "iota" and not how[1]:
+            if len(self.graph.shape(value)) == 1:
+                return self._number(("count", 0, 1, str(self.graph.dtype(value))))
         if node is None or node.prim != "scan":
             return self._number(("step", value))
         _, _, n_carry, length = _jax.scan_parts(node.eqn)
         if k < n_carry or how != (length, bool(node.params["reverse"])):
             return self._number(("step", value))
-        if node.outs not in self.stacked:
-            made = self._outs(node.eqn, node.ins, len(node.outs))
-            self.stacked[node.outs] = made
-        made = self.stacked[node.outs]
+        known = self.loops.stacked
+        if node.outs not in known:
+            known[node.outs] = self._outs(node.eqn, node.ins, len(node.outs))
+        made = known[node.outs]
         return made[k] if made else self._number(("step", value))
+
+    def _count(self, eqn: Any, k: int, first: int) -> Hashable | None:
+        """What a carry is that counts the steps; the steps of an iota are the same."""
+        counts, start = added(eqn, k), self.graph.scalar(first)
+        if counts is None or start is None or eqn.params["reverse"]:
+            return None
+        dtype, by = counts
+        return "count", int(start), by, dtype
 
     def _outside(self, value: int, depth: int) -> int:
         """The number of a value that every step reads; some loops make it themselves.
@@ -180,13 +193,27 @@ class _Keys:
         return self._number(("reduce_precision", str(eqn.params), operand))
 
     def _chosen(self, eqn: Any, operands: Sequence[int]) -> list[int] | None:
-        """The numbers of the results of a cond; None if they cannot be told."""
+        """The numbers of the results of a cond; None if they cannot be told.
+
+        A branch that reads what another cond chose in the same way reads what that
+        branch of it returned. A checkpoint saves products of a branch like this.
+        """
         count, (which, *given) = len(eqn.outvars), operands
-        found = [self._results(b, given, count) for b in eqn.params["branches"]]
+        found = []
+        for k, branch in enumerate(eqn.params["branches"]):
+            arms = [self.loops.arms.get(g, (None, ())) for g in given]
+            own = [
+                numbers[k] if choice == which else g
+                for g, (choice, numbers) in zip(given, arms, strict=True)
+            ]
+            found.append(self._results(branch, own, count))
         if None in found:
             return None
-        each = zip(*found, strict=True)
-        return [self._number(("cond", which, numbers)) for numbers in each]
+        results = []
+        for numbers in zip(*found, strict=True):
+            results.append(self._number(("cond", which, numbers)))
+            self.loops.arms[results[-1]] = which, numbers
+        return results
 
     def _read(self, known: dict[Any, int], atom: Any) -> int:
         if not _jax.is_literal(atom):
@@ -194,4 +221,4 @@ class _Keys:
         return self._literal(atom.val, atom.aval.dtype)
 
     def _number(self, content: Hashable) -> int:
-        return self.numbers.setdefault(content, len(self.numbers))
+        return self.loops.numbers.setdefault(content, len(self.loops.numbers))

@@ -45,7 +45,10 @@ if TYPE_CHECKING:
 OPERANDS = frozenset({"q", "k", "v", "k_scale", "v_scale", "kv_lengths", "offset"})
 """Supported operands."""
 
-TAKEN = (*EIGHT_BITS, "uint8")
+FOUR_BITS = ("int4", "uint4")
+"""Dtypes of keys and values that are cast to int8 first, which is exact."""
+
+TAKEN = (*EIGHT_BITS, "uint8", *FOUR_BITS)
 """Dtypes of keys and values."""
 
 WIDTHS = (64, 128)
@@ -56,6 +59,9 @@ BEHIND = "float32 *scale"
 
 XLA = (0.5, 0.235)
 """The share of the bandwidth at which XLA reads one sequence's numbers, and more."""
+
+CAST = 0.75
+"""That of casts of four bits to eight."""
 
 READ = 0.85
 """That of this kernel. Measured and modelled on an H100, 8 heads of keys, 32 of queries
@@ -149,6 +155,7 @@ def forward(
     from rewriter.kernels.attention.hopper_stored.kernel import Problem, attention
 
     del rest
+    k, v = (x.astype(jnp.int8) if x.dtype.name in FOUR_BITS else x for x in (k, v))
     (b, t, n, _), (_, s, heads, e) = q.shape, v.shape
     group = n // heads
     rows, queries = t * group, -(-t * group // 8) * 8
@@ -252,6 +259,9 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     xla = seconds(device, 0.0, read, memory=XLA[b > 1])
     rest = 0.0 if passes == "forward" else xla
     own = seconds(device, 0.0, read, memory=READ, launches=2)
+    for name, numbers in (("k", read * h / (h + e)), ("v", read * e / (h + e))):
+        if spec.dtype(name) in FOUR_BITS:  # half a byte is read, and one is written
+            own += seconds(device, 0.0, 1.5 * numbers, memory=CAST)
     return {"xla": xla + rest, "memory_bounded": 2 * xla + rest, "hopper": own + rest}
 
 

@@ -18,26 +18,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.program.bodies import map_bodies
+from rewriter.program.counters import added
 from rewriter.program.equations import live
 from rewriter.program.loops import Loop, loop_of, traced
+from rewriter.program.opened_calls import opened
 
 log = logging.getLogger("rewriter.masks_in_loops")
 
 OF_MASKS = frozenset(
     {
-        "add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt",
-        "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "reshape",
-        "select_n", "squeeze", "stop_gradient", "sub", "transpose",
+        "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "div",
+        "dynamic_slice", "empty", "empty2", "eq", "ge", "gt", "iota", "le", "lt", "max",
+        "min", "mul", "ne", "neg", "not", "or", "rem", "reshape", "select_n", "sign",
+        "slice", "squeeze", "stop_gradient", "sub", "transpose", "xor",
     }
 )  # fmt: skip
 """What a mask is made by: little work for each element."""
 
 LOOP = "scan"
 """The primitive of the loops that are changed."""
+
+DEPTH = 4
+"""Of how many loops, one in the other, masks are moved to the innermost one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +64,14 @@ class Made:
     consts: tuple[Any, ...]
     xs: tuple[Any, ...]
 
-    def at_a_step(self, consts: Sequence[Any], xs: Sequence[Any]) -> Any:
-        """Traces what a step of the loop makes."""
-        return _jax.inlined(_closed(self.loop.body), [*consts, *xs])[self.k]
+    @property
+    def sources(self) -> Sources:
+        """The loop and what it reads; other stacks of that loop have the same."""
+        return self.loop, self.consts, self.xs
+
+
+Sources = tuple[Loop, tuple[Any, ...], tuple[Any, ...]]
+"""A loop that makes masks, with what it reads whole and what step by step."""
 
 
 def compute_masks_in_loops(program: Any) -> Any:
@@ -67,7 +80,12 @@ def compute_masks_in_loops(program: Any) -> Any:
     Args:
         program: The program, closed.
     """
-    return map_bodies(program, lambda body: _changed(body, {}) or body)
+    for _ in range(DEPTH):
+        before = program
+        program = map_bodies(before, lambda body: _changed(body, {}) or body)
+        if program is before:
+            break
+    return program
 
 
 def _changed(body: Any, known: Mapping[Any, Made]) -> Any:
@@ -78,18 +96,149 @@ def _changed(body: Any, known: Mapping[Any, Made]) -> Any:
         known: Its inputs that are stacks of masks.
     """
     known, eqns, found = dict(known), [], False
-    for position, eqn in enumerate(body.eqns):
-        new = None
+    same: dict[Any, Any] = {}
+    fills: dict[Any, Any] = {}
+    left, done = list(reversed(body.eqns)), set[Any]()
+    while left:
+        eqn = _jax.reading(left.pop(), same)
+        instead = _opened(eqn, known)
+        if instead is None and done.isdisjoint(eqn.outvars):
+            instead = _simpler(eqn, fills)
+            done.update(eqn.outvars)
+        if instead is not None:
+            left += reversed(instead[0])
+            same.update(instead[1])
+            continue
+        if _fills(eqn) and eqn.primitive.name == "broadcast_in_dim":
+            fills[eqn.outvars[0]] = eqn.invars[0]
+        new = _with_masks(eqn, known) if known else None
         if _jax.call_kind(eqn) == "scan":
-            loop = loop_of(position, eqn)
-            new = _with_masks(loop, known) if known else None
-            known |= _masks_of(loop)
+            known |= _masks_of(loop_of(0, eqn))
         found = found or new is not None
         eqns += [eqn] if new is None else new
     if not found:
         return None
     outs = getattr(body, "jaxpr", body).outvars
+    outs = [a if _jax.is_literal(a) else same.get(a, a) for a in outs]
     return _jax.with_equations(body, live(eqns, outs)[0], outs)
+
+
+def _opened(
+    eqn: Any, known: Mapping[Any, Made]
+) -> tuple[list[Any], Mapping[Any, Any]] | None:
+    """What is in a call that makes or reads masks of all blocks; None for others."""
+    if _jax.call_kind(eqn) != "call" or eqn.effects:
+        return None
+    body = _jax.call_body(eqn)
+    makes = _is_light(body) and (_makes_stacks(body) or all(map(_fills, body.eqns)))
+    if makes or any(_reads_made(eqn, k, m) for k, m in _given_masks(eqn, known)):
+        return opened(body, eqn.invars, eqn.outvars)
+    return None
+
+
+def _simpler(
+    eqn: Any, fills: Mapping[Any, Any]
+) -> tuple[list[Any], Mapping[Any, Any]] | None:
+    """A loop that makes masks, over arrays of the numbers that it counts.
+
+    It is not given what it does not read, nor arrays of one number: it makes them. None
+    for other loops, and for one that is so already.
+
+    Args:
+        eqn: An equation.
+        fills: Arrays that hold one number, and the number.
+    """
+    if _jax.call_kind(eqn) != "scan" or eqn.effects:
+        return None
+    loop = loop_of(0, eqn)
+    counts, read = _counted(loop), _read_in(loop)
+    if counts is None or not _is_light(loop.body):
+        return None
+    atoms = {k: eqn.invars[k] for k in read}
+    named = {k: a for k, a in atoms.items() if not _jax.is_literal(a)}
+    whole = {k: fills[a] for k, a in named.items() if a in fills and k < loop.first}
+    if not counts and not whole and len(named) == len(loop.inputs):
+        return None
+    atoms |= whole
+    numbers = {k: a.val for k, a in atoms.items() if _jax.is_literal(a)}
+    atoms = {k: a for k, a in atoms.items() if k not in numbers}
+    first = range(loop.n_consts, loop.first)
+
+    def code(*given: Any) -> list[Any]:
+        known = dict(zip(atoms, given, strict=True))
+        for k, number in numbers.items():
+            known[k] = np.asarray(number, loop.inputs[k].aval.dtype)[()]
+        steps = jnp.arange(loop.length)
+        steps = steps[::-1] if eqn.params["reverse"] else steps
+        over = {
+            k: _numbers(steps, known[k], counts[k - loop.n_consts], numbers.get(k))
+            for k in first
+        }
+        over |= {k: known[k] for k in read if k >= loop.first}
+
+        def turn(_: Any, x: Any) -> Any:
+            here = {**known, **x}
+            for k in whole:
+                here[k] = jnp.full(loop.inputs[k].aval.shape, known[k])
+            ins = [here.get(k, 0) for k in range(len(loop.inputs))]
+            return None, _jax.inlined(_closed(loop.body), ins)[loop.n_carry :]
+
+        how = {"length": loop.length, "reverse": eqn.params["reverse"]}
+        ends = [known[k] + counts[k - loop.n_consts] * loop.length for k in first]
+        return [*ends, *lax.scan(turn, None, over, **how)[1]]
+
+    try:
+        fragment = _jax.trace_placed(code, [a.aval for a in atoms.values()])
+    except Exception as why:  # JAX has no rule for their placement
+        log.debug("masks stay in a loop as it is: %s", why)
+        return None
+    return opened(fragment, [*atoms.values()], eqn.outvars)
+
+
+def _numbers(steps: Any, first: Any, by: int, start: Any) -> Any:
+    """What a loop counts at its steps, from a first number that may be known."""
+    steps = steps.astype(first.dtype)
+    steps = steps if by == 1 else steps * by
+    return steps if start is not None and int(start) == 0 else steps + first
+
+
+def _read_in(loop: Loop) -> list[int]:
+    """The operands of a loop that its masks are made of, and its carries."""
+    _, read = live(loop.eqns, loop.outs[loop.n_carry :])
+    carries = range(loop.n_consts, loop.first)
+    return [k for k, v in enumerate(loop.inputs) if v in read or k in carries]
+
+
+def _counted(loop: Loop) -> list[int] | None:
+    """What each step adds to the carries; None if that is not one integer each."""
+    counts = [added(loop.eqn, k) for k in range(loop.n_carry)]
+    return None if None in counts else [by for _, by in counts]
+
+
+def _fills(eqn: Any) -> bool:
+    """Whether an equation makes an array of one number, or another such number."""
+    return (
+        eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
+        and not eqn.invars[0].aval.shape
+    )
+
+
+def _makes_stacks(body: Any) -> bool:
+    return any(
+        _makes_stacks(_jax.call_body(e))
+        if _jax.call_kind(e) == "call"
+        else _jax.call_kind(e) == "scan"
+        for e in body.eqns
+    )
+
+
+def _given_masks(eqn: Any, known: Mapping[Any, Made]) -> list[tuple[int, Made]]:
+    """The operands of an equation that are stacks of masks."""
+    if not known:
+        return []
+    atoms = enumerate(eqn.invars)
+    named = ((k, a) for k, a in atoms if not _jax.is_literal(a))
+    return [(k, known[a]) for k, a in named if a in known]
 
 
 def _masks_of(loop: Loop) -> dict[Any, Made]:
@@ -104,12 +253,22 @@ def _masks_of(loop: Loop) -> dict[Any, Made]:
 
 
 def _is_light(body: Any) -> bool:
-    return all(
-        _is_light(_jax.call_body(e))
-        if _jax.call_kind(e) == "call"
-        else e.primitive.name in OF_MASKS and not e.effects
-        for e in body.eqns
-    )
+    return all(_takes_little(e) for e in body.eqns)
+
+
+def _takes_little(eqn: Any) -> bool:
+    """Whether an equation makes a part of masks, perhaps those of many blocks."""
+    kind = _jax.call_kind(eqn)
+    if eqn.effects:
+        return False
+    if kind == "scan":
+        loop = loop_of(0, eqn)
+        return _counted(loop) is not None and _is_light(loop.body)
+    if kind == "cond":
+        return all(map(_is_light, eqn.params["branches"]))
+    if kind == "call":
+        return _is_light(_jax.call_body(eqn))
+    return eqn.primitive.name in OF_MASKS
 
 
 def _is_whole(aval: Any) -> bool:
@@ -128,38 +287,85 @@ def _closed(body: Any) -> Any:
 
 def _reads_steps(body: Any, value: Any, length: Any) -> bool:
     """Whether a loop in a body reads a value step by step."""
-    for position, eqn in enumerate(body.eqns):
-        if _jax.call_kind(eqn) != "scan":
-            continue
-        loop = loop_of(position, eqn)
-        if loop.length == length and any(v is value for v in loop.xs):
-            return True
-        pairs = zip(eqn.invars[: loop.n_consts], loop.inputs, strict=False)
-        if any(v is value and _reads_steps(loop.body, i, length) for v, i in pairs):
-            return True
-    return False
+    return any(
+        _reads_its_steps(eqn, k, length)
+        for eqn in body.eqns
+        if _jax.call_kind(eqn)
+        for k, v in enumerate(eqn.invars)
+        if v is value
+    )
 
 
-def _with_masks(loop: Loop, known: Mapping[Any, Made]) -> list[Any] | None:
-    """The equations of a loop that makes the masks it reads; None if it reads none."""
-    ins = [None if _jax.is_literal(a) else known.get(a) for a in loop.eqn.invars]
-    here = {
-        k: made
-        for k, made in enumerate(ins)
-        if made and k >= loop.first and made.loop.length == loop.length
-    }
-    deeper = {
-        k: made
-        for k, made in enumerate(ins[: loop.n_consts])
-        if made and _reads_steps(loop.body, loop.inputs[k], made.loop.length)
-    }
-    if not (here or deeper) or loop.eqn.effects or _has_constants(loop.body):
+def _reads_its_steps(eqn: Any, k: int, length: Any) -> bool:
+    """Whether an equation is a loop that reads an operand so, or holds such a loop."""
+    if _jax.call_kind(eqn) == "scan":
+        loop = loop_of(0, eqn)
+        if k >= loop.first:
+            return loop.length == length
+        if k >= loop.n_consts:
+            return False
+    inputs = ((b, getattr(b, "jaxpr", b).invars) for b in _bodies(eqn))
+    first = 1 if _jax.call_kind(eqn) == "cond" else 0
+    return k >= first and any(_reads_steps(b, v[k - first], length) for b, v in inputs)
+
+
+def _reads_made(eqn: Any, k: int, made: Made) -> bool:
+    return _reads_its_steps(eqn, k, made.loop.length)
+
+
+def _bodies(eqn: Any) -> Sequence[Any]:
+    """The bodies of an equation that can make masks in them."""
+    kind = _jax.call_kind(eqn)
+    if kind == "scan":
+        return (eqn.params["jaxpr"],)
+    if kind == "cond":
+        return eqn.params["branches"]
+    return (_jax.call_body(eqn),) if kind in ("call", "remat") else ()
+
+
+def _with_masks(eqn: Any, known: Mapping[Any, Made]) -> list[Any] | None:
+    """The equations of a body that makes the masks it reads; None if it reads none."""
+    kind, given = _jax.call_kind(eqn), _given_masks(eqn, known)
+    if not given or kind not in WRITTEN or eqn.effects:
+        return None
+    ins = {k: made for k, made in given if _reads_made(eqn, k, made)}
+    if not ins or any(map(_has_constants, _bodies(eqn))):
         return None
     try:
-        return _written(loop, here, deeper)
+        return WRITTEN[kind](eqn, ins)
     except Exception as why:  # JAX has no rule for their placement
         log.debug("masks stay before their loop: %s", why)
         return None
+
+
+def _in_checkpoint(eqn: Any, ins: Mapping[int, Made]) -> list[Any]:
+    """A checkpoint with loops that make their masks."""
+    body, atoms = _given(_jax.call_body(eqn), ins)
+    name = _jax.call_body_name(eqn)
+    if name == "jaxpr" and not hasattr(_jax.call_body(eqn), "consts"):
+        body = getattr(body, "jaxpr", body)
+    params = {**eqn.params, name: body}
+    return [eqn.replace(invars=[*eqn.invars, *atoms], params=params)]
+
+
+def _in_branches(eqn: Any, ins: Mapping[int, Made]) -> list[Any]:
+    """A choice between bodies with loops that make their masks."""
+    own = {k - 1: made for k, made in ins.items()}
+    both = [_given(body, own) for body in eqn.params["branches"]]
+    params = {**eqn.params, "branches": tuple(body for body, _ in both)}
+    return [eqn.replace(invars=[*eqn.invars, *both[0][1]], params=params)]
+
+
+def _in_loop(eqn: Any, ins: Mapping[int, Made]) -> list[Any]:
+    """A loop that makes its masks, or has loops that make theirs."""
+    loop = loop_of(0, eqn)
+    here = {k: made for k, made in ins.items() if k >= loop.first}
+    deeper = {k: made for k, made in ins.items() if k < loop.first}
+    return _written(loop, here, deeper)
+
+
+WRITTEN = {"scan": _in_loop, "remat": _in_checkpoint, "cond": _in_branches}
+"""How equations with bodies are written with masks made in them."""
 
 
 def _written(
@@ -172,19 +378,21 @@ def _written(
         here: By operand, the masks that it reads step by step.
         deeper: By operand, those that loops in it read.
     """
-    body, given = _given(loop, deeper)
+    body, given = _given(loop.body, deeper)
     consts, carry, xs = _split(loop.eqn.invars, loop.n_consts, loop.n_carry)
-    more = [a for made in here.values() for a in made.consts]
+    makers = _sources(here)
+    more = [a for _, consts, _ in makers for a in consts]
     kept = [a for k, a in enumerate(xs, loop.first) if k not in here]
-    steps = [a for made in here.values() for a in made.xs]
+    steps = [a for _, _, xs in makers for a in xs]
 
     def step(whole: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]) -> Any:
         own, given_here, own_consts = _split(whole, len(consts), len(given))
         rest, each = iter(x[: len(kept)]), iter(x[len(kept) :])
-        own_consts, masks = iter(own_consts), {}
-        for k, made in here.items():
-            parts = [next(own_consts) for _ in made.consts]
-            masks[k] = made.at_a_step(parts, [next(each) for _ in made.xs])
+        own_consts, made = iter(own_consts), {}
+        for maker in makers:
+            parts = [next(own_consts) for _ in maker[1]] + [next(each) for _ in maker[2]]
+            made[maker] = _jax.inlined(_closed(maker[0].body), parts)
+        masks = {k: made[m.sources][m.k] for k, m in here.items()}
         read = range(loop.first, len(loop.inputs))
         values = [masks[k] if k in masks else next(rest) for k in read]
         return _jax.inlined(body, [*own, *carry, *values, *given_here])
@@ -199,24 +407,30 @@ def _written(
     return [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in equations]
 
 
-def _given(loop: Loop, deeper: Mapping[int, Made]) -> tuple[Any, list[Any]]:
-    """A loop's body whose loops make their masks, and the atoms that it then is given.
+def _given(body: Any, deeper: Mapping[int, Made]) -> tuple[Any, list[Any]]:
+    """A body whose loops make their masks, and the atoms that it then is given.
 
     These are its last inputs.
     """
-    body, atoms, inputs = loop.body, [], []
-    known: dict[Any, Made] = {}
-    for k, made in deeper.items():
-        own = [_jax.new_var(a.aval) for a in (*made.consts, *made.xs)]
-        atoms += [*made.consts, *made.xs]
+    atoms, inputs, known = [], [], dict[Any, Made]()
+    parts: dict[Sources, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
+    for maker in _sources(deeper):
+        _, consts, xs = maker
+        own = [_jax.new_var(a.aval) for a in (*consts, *xs)]
+        atoms += [*consts, *xs]
         inputs += own
-        first = len(made.consts)
-        parts = tuple(own[:first]), tuple(own[first:])
-        known[loop.inputs[k]] = Made(made.loop, made.k, *parts)
+        parts[maker] = tuple(own[: len(consts)]), tuple(own[len(consts) :])
+    its_own = getattr(body, "jaxpr", body).invars
+    for k, made in deeper.items():
+        known[its_own[k]] = Made(made.loop, made.k, *parts[made.sources])
     if known:
         body = _changed(body, known) or body
     outs = getattr(body, "jaxpr", body).outvars
     return _closed(_jax.with_equations(body, body.eqns, outs, inputs)), atoms
+
+
+def _sources(masks: Mapping[int, Made]) -> list[Sources]:
+    return list(dict.fromkeys(made.sources for made in masks.values()))
 
 
 def _split(values: Sequence[Any], one: int, two: int) -> tuple[list[Any], ...]:
