@@ -17,7 +17,7 @@ m, k, n             numbers        XLA: model, measured   ours: model, measured
 8192 8192 8192      fp8 highest    879  860               829  829
 1024 4096 14336     fp8 highest    110  117               108  108
 
-(``tests/bench/results/eight_bits_h200.json``)
+(``tests/bench/results/eight_bits_tried_h200.json``)
 """
 
 from __future__ import annotations
