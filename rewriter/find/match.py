@@ -288,7 +288,7 @@ def _at(
         if any((pattern.name, v) in find.found for v in inner):
             continue  # one holds the other: the first stays
         try:
-            require_width(find.graph, reading, spec, inner)
+            require_width(find.graph, pattern.op, reading, spec, inner)
             read = with_precision(find.graph, pattern.op, reading, spec, inner)
         except Refused as refusal:
             find.missed(pattern.name, anchor, refusal)

@@ -74,6 +74,9 @@ WIDER: dict[str, tuple[Callable[..., Any], ...]] = {
         X * 1000,
         Y,
     ),
+    "a bias": (lambda x, k: attend(x @ k.T + wide(k[:, 0]) * 1e9, k), X, Y),
+    "a bias of a loss": (lambda x, w: loss(x @ w + wide(w[0])), X * 900, W),
+    "one branch": (lambda x, w, u: unit(x @ w, wide(x @ u)), X, W, U),
     "softmax": (lambda x, k: narrow(jax.nn.softmax(wide(x @ k.T))) @ k, X * 9, Y),
     "loss": (lambda y: narrow(loss(wide(y))), X * 0 + np.float32(1e8)),
     "large losses": (lambda y: narrow(loss(wide(y))), X * np.float32(1e6)),
@@ -89,6 +92,12 @@ AS_WIDE: dict[str, tuple[Callable[..., Any], ...]] = {
     "linear loss": (lambda x, w: narrow(loss(wide(x) @ wide(w))), X * 9000, W),
     "float64": (rms, X.astype("f8")),
     "float32": (rms, X),
+    "float64 but a bias": (
+        lambda x, k, b: attend(x @ k.T + b, k),
+        X.astype("f8"),
+        Y.astype("f8"),
+        Y[:, 0],
+    ),
     "a number": (lambda x: rms(x) * narrow(jnp.float64(0.5) ** 2), X),
     "a mask": (
         lambda x, k: attend(
