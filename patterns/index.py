@@ -52,11 +52,20 @@ PATTERNS = {
         "attention.latent",
         "Attention whose values are the first columns of keys that all heads share.",
     ),
+    "expanded_latent_attention": Shipped(
+        "attention.expanded_latent",
+        "Attention of few queries whose keys and values are products of a latent.",
+    ),
     "paged_latent_attention": Shipped(
         "attention.paged_latent", "Latent attention to a cache in pages of a pool."
     ),
     "layer_norm": Shipped(
         "norms.read", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
+    ),
+    "group_norm": Shipped(
+        "norms.read",
+        "Group norm: (x - mean x) / sqrt(var x + eps) * scale + bias of groups.",
+        "GROUP_NORM",
     ),
     "rms_norm": Shipped(
         "norms.read", "RMS norm: x / sqrt(mean x² + eps) * scale.", "RMS_NORM"

@@ -58,8 +58,9 @@ class Config:
             measures every config worth trying.
         tuned: Measurements to use first, the last strongest: `Tuned` or paths.
         numerics: ``strict`` accepts exact rewrites only, ``default`` those within
-            rounding of the program's own types, ``fast`` also those that change
-            attention's result in a row whose keys are all masked.
+            rounding of the program's own types. ``fast`` also accepts those that change
+            attention's result in a row whose keys are all masked, or that multiply
+            queries in place of keys by a matrix.
         assume: Facts to accept without proof: ``"finite"``, that scores and activations
             hold no NaN or infinity; ``"varied_rows"``, that no normalized row is
             constant. Otherwise sites that depend on them are left as written.

@@ -14,7 +14,9 @@ from rewriter.kernels.attention import (
 )
 from rewriter.kernels.attention.hopper import scored as hopper_scored
 from rewriter.kernels.attention.hopper_decode import paged
+from rewriter.kernels.attention.hopper_latent import absorbed as hopper_absorbed
 from rewriter.kernels.attention.hopper_latent import paged as paged_latent
+from rewriter.kernels.attention.op import EXPANDED as EXPANDED
 from rewriter.kernels.attention.op import LATENT as LATENT
 from rewriter.kernels.attention.op import OP as OP
 from rewriter.kernels.attention.op import PAGED as PAGED
@@ -25,13 +27,13 @@ from rewriter.kernels.attention.overflow import with_overflow
 from rewriter.kernels.attention.positions import with_positions
 from rewriter.kernels.attention.row_biases import with_row_biases
 from rewriter.kernels.attention.weights import in_float32
-from rewriter.kernels.attention.xla import gathered
+from rewriter.kernels.attention.xla import absorbed, gathered
 from rewriter.kernels.attention.xla import latent as joined_latent
 from rewriter.kernels.attention.xla import paged_latent as joined_pages
 from rewriter.kernels.attention.xla import scored as with_score
 from rewriter.kernels.attention.xla import stored as of_few_bits
 
-OPS = (OP, PAGED, SCORED, STORED, LATENT, PAGED_LATENT)
+OPS = (OP, PAGED, SCORED, STORED, LATENT, EXPANDED, PAGED_LATENT)
 
 _OF_ARRAYS = (
     with_positions(cudnn.KERNEL), hopper.KERNEL, with_positions(hopper_decode.KERNEL),
@@ -39,6 +41,7 @@ _OF_ARRAYS = (
     in_float32(xla.KERNEL), in_float32(with_score.KERNEL),
     hopper_scored.KERNEL, hopper_stored.KERNEL, in_float32(of_few_bits.KERNEL),
     hopper_latent.KERNEL, in_float32(joined_latent.KERNEL),
+    hopper_absorbed.KERNEL, in_float32(absorbed.KERNEL),
 )  # fmt: skip
 _OF_PAGES = (
     paged.KERNEL, in_float32(tpu_pages.KERNEL), in_float32(gathered.KERNEL),

@@ -38,9 +38,10 @@ PASSES, MASKED = 4.5, 2.0
 """The number of times that XLA reads or writes the scores, in the operands' type;
 further times under a mask, window or bias."""
 
-ODD = 1.4
-"""The factor of its time in float32 if rows of scores begin anywhere, not at 16 bytes:
-1.3 to 1.75 on an H200 (``tests/bench/results/hopper_float32_h200.json``)."""
+ODD = {4: 1.4, 2: 1.6}
+"""The factor of its time if rows of scores begin anywhere, not at 16 bytes, by the
+bytes of a number. On an H200 it was 1.3 to 1.75 in float32, and 1.1 to 2.2 in 16 bits
+(``tests/bench/results/hopper_float32_h200.json``, ``choices_h200.json``)."""
 
 CAPPED = 1.8
 """The factor of time with a soft cap."""
@@ -103,8 +104,8 @@ def of_xla(spec: Spec, device: Device, passes: str) -> float:
         temporary=2.0 * size * work.scores,
     )  # fmt: skip
     if passes != "forward" or device.platform != "cuda" or work.rows > FEW_ROWS:
-        odd = device.platform == "cuda" and size == 4 and spec.shape("k")[1] % 4 > 0
-        return xla * ODD if odd else xla
+        odd = device.platform == "cuda" and spec.shape("k")[1] * size % 16 > 0
+        return xla * ODD.get(size, 1.0) if odd else xla
     read = READ if work.rows > 1 else READ_ONCE
     streamed = seconds(device, 0.0, work.moved, memory=read)
     return max(xla, streamed) if work.rows > 1 else streamed

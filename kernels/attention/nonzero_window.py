@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rewriter.ops.score import COLUMN, ROW
@@ -27,9 +28,6 @@ Span = tuple[float, float]
 """The least and the greatest distance of a key behind its query."""
 
 NOWHERE, ANYWHERE = (math.inf, -math.inf), (-math.inf, math.inf)
-
-EXACT = 1 << 24
-"""Whole numbers below it are exact in float32."""
 
 SWALLOWS = 1e30
 """A number of this size is itself whatever score is added."""
@@ -88,7 +86,7 @@ def reach(score: Score, t: int, s: int) -> tuple[int | None, int | None]:
         return {ROW: _Line(1, 0, 0), COLUMN: _Line(0, 1, 0)}.get(ref.kind)
 
     for step in score.steps:
-        made = _bounded(_after(step, [read(x) for x in step.ins]), t, s)
+        made = _exact(_after(step, [read(x) for x in step.ins]), step.dtype, t, s)
         known.append(_as_test(made) if step.dtype == "bool" else made)
     low, high = ANYWHERE
     for out in _facts(read(score.out)):
@@ -117,12 +115,31 @@ def _number(value: Any) -> Any:
     return (_Outside(value, NOWHERE),)
 
 
-def _bounded(x: Any, t: int, s: int) -> Any:
-    """What is known of a number, without lines that may leave the exact range."""
-    if isinstance(x, _Line):
-        most = abs(x.row) * t + abs(x.column) * s + abs(x.constant)
-        return x if most < EXACT else None
-    return x
+def _exact(x: Any, dtype: str, t: int, s: int) -> Any:
+    """What is known of a number, without whole numbers that its dtype may not hold.
+
+    Integers wrap around at the ends of their dtype, and floats round large ones.
+    """
+    if not isinstance(x, (_Line, _Size)) or dtype == "bool":
+        return x
+    line = x.of if isinstance(x, _Size) else x
+    ends = [
+        line.row * i + line.column * j + line.constant
+        for i in (0, max(t - 1, 0))
+        for j in (0, max(s - 1, 0))
+    ]
+    if isinstance(x, _Size):
+        ends += [-end for end in ends]
+    least, most = _whole_numbers(dtype)
+    return x if least <= min(ends) and max(ends) <= most else None
+
+
+def _whole_numbers(dtype: str) -> Span:
+    """The least and the greatest of the whole numbers that a dtype holds exactly."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+    most = 2 ** (jnp.finfo(dtype).nmant + 1)
+    return -most, most
 
 
 def _after(step: Step, ins: list[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernels.attention.cost import cost
+from rewriter.kernels.attention.expanded_form import expanded_form
 from rewriter.kernels.attention.latent_form import latent_form
 from rewriter.kernels.attention.paged_form import paged_form
 from rewriter.kernels.attention.paged_latent_form import paged_latent_form
@@ -83,6 +84,12 @@ LATENT = latent_form(
     OP,
     "latent_attention",
     "attention to a latent that all heads share: values are the keys' first columns.",
+)
+
+EXPANDED = expanded_form(
+    OP,
+    "expanded_latent_attention",
+    "attention to keys and values that two matrices make of a latent.",
 )
 
 PAGED_LATENT = paged_latent_form(

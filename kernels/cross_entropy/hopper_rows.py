@@ -1,9 +1,9 @@
-"""Log-sum-exps and gradients of rows of logits on a Hopper GPU, in one pass.
+"""Sums of exponentials and gradients of rows of logits on a Hopper GPU, in one pass.
 
 A block of threads takes one row, whose columns its warpgroups share. Each number of a
 lane has its own running maximum, and its own sum of exponentials: they are joined once,
-at the end of the row. So a row is read once for its log-sum-exp. For gradients it is
-read again, from the L2 cache where the other blocks' rows leave it room.
+at the end of the row. So a row is read once for its sum. For gradients it is read
+again, from the L2 cache where the other blocks' rows leave it room.
 
 XLA reads a row from memory for the maximum, for the sum, and for the gradient.
 """
@@ -25,7 +25,7 @@ from rewriter.kernels.shared import pallas_gpu, pallas_gpu_rows
 if TYPE_CHECKING:
     from jax import Array
 
-LOWEST = -3.0e38
+LOWEST = float(jnp.finfo(jnp.float32).min)
 """Where a running maximum begins: finite, so that -inf minus it is -inf."""
 
 AT_ONCE = 2
@@ -54,23 +54,27 @@ def width_of(dtype: Any) -> int:
     return pallas_gpu_rows.LANES * (16 // jnp.dtype(dtype).itemsize)
 
 
-def totals(y: Array, form: Form) -> Array:
-    """Returns the log-sum-exps of rows, float32 [n].
+def totals(y: Array, form: Form) -> tuple[Array, Array]:
+    """Returns the sums of exponentials of rows: tops m and weights, float32 [n].
+
+    Of a row y of logits the weight is the sum of ``exp(y - m)``, with m their maximum.
+    If a logit is inf, m is 0 and the weight is inf. If all are -inf the weight is 0.
 
     Args:
         y: [n, v], 16 or 32 bits, v a multiple of 8 and at least `width_of` its dtype.
         form: What is known of the rows.
     """
-    (lse,) = _call("log_sum_exp", y, (), form, [])
-    return lse[:, 0]
+    (sums,) = _call("sum_of_exponentials", y, (), form, [])
+    return sums[:, 0], sums[:, 1]
 
 
 def totals_and_gradients(
     y: Array, first: Array, by_total: Array, each: Array, form: Form
-) -> tuple[Array, Array]:
-    """Returns log-sum-exps l, float32 [n], and cotangents [n, v] in y's dtype.
+) -> tuple[Array, Array, Array]:
+    """Returns what `totals` does, and cotangents [n, v] in y's dtype.
 
-    These are ``exp(y - l) (first + by_total l) + each``, and 0 in padding.
+    With the log-sum-exp l of a row, these are ``exp(y - l) (first + by_total l) +
+    each``, and 0 in padding.
 
     Args:
         y: As for `totals`.
@@ -81,8 +85,8 @@ def totals_and_gradients(
     """
     given = first, by_total, each
     out = [jax.ShapeDtypeStruct(y.shape, y.dtype)]
-    lse, d = _call("log_sum_exp_and_gradient", y, given, form, out)
-    return lse[:, 0], d
+    sums, d = _call("sum_of_exponentials_and_gradient", y, given, form, out)
+    return sums[:, 0], sums[:, 1], d
 
 
 def _call(
@@ -90,7 +94,7 @@ def _call(
 ) -> Any:
     lanes = pallas_gpu_rows.LANES
     columns = jnp.arange(width_of(y.dtype), dtype=jnp.float32)
-    lse = jax.ShapeDtypeStruct((y.shape[0], lanes), jnp.float32)
+    sums = jax.ShapeDtypeStruct((y.shape[0], lanes), jnp.float32)
     shape = (2, 1, 4 * form.warpgroups)
     scratch = {"joined": plgpu.SMEM(shape, jnp.float32)}
 
@@ -98,18 +102,20 @@ def _call(
         given_, outs = references[: len(given)], references[len(given) :]
         place = lax.axis_index(pallas_gpu.WARPGROUP), lax.axis_index(pallas_gpu.PROGRAM)
         row = _Row(form, y, columns, joined, *place)
-        total = row.total()
+        top, weight = row.total()
 
         @pallas_gpu.when(place[0] == 0)
         def _() -> None:
-            every = pallas_gpu_rows.zeros(lanes) + total
-            pallas_gpu_rows.store(outs[0].at[place[1]], every)
+            first = pallas_gpu_rows.loaded(columns.at[pl.ds(0, lanes)]) < 1
+            every = pallas_gpu_rows.zeros(lanes)
+            both = jnp.where(first, every + top, every + weight)
+            pallas_gpu_rows.store(outs[0].at[place[1]], both)
 
         if given_:
-            row.differentiate(total, *(x[place[1]] for x in given_), outs[1])
+            row.differentiate(top, weight, *(x[place[1]] for x in given_), outs[1])
 
     call = pallas_gpu.kernel(
-        body, name, [lse, *out], scratch, y.shape[0], form.warpgroups
+        body, name, [sums, *out], scratch, y.shape[0], form.warpgroups
     )
     return call(y, columns, *given)
 
@@ -143,8 +149,8 @@ class _Row:
         """The steps of `AT_ONCE` chunks of each warpgroup that have no padding."""
         return self.form.end // (AT_ONCE * self.form.warpgroups * self.width)
 
-    def total(self) -> Any:
-        """The log-sum-exp of the row."""
+    def total(self) -> tuple[Any, Any]:
+        """The top and the weight of the row."""
         weight = pallas_gpu_rows.zeros(self.width)
         top, none = weight + LOWEST, weight + float("-inf")
 
@@ -170,21 +176,23 @@ class _Row:
         (most,) = pallas_gpu_rows.row_maxima([top], joined[0], self.form.warpgroups)
         own = weight * jnp.exp(top - most)
         (sums,) = pallas_gpu_rows.row_sums([own], joined[1], self.form.warpgroups)
-        return jnp.where(most == jnp.inf, jnp.float32(jnp.inf), jnp.log(sums) + most)
+        endless = most == jnp.inf
+        infinite, none = jnp.float32(jnp.inf), jnp.float32(0.0)
+        return jnp.where(endless, none, most), jnp.where(endless, infinite, sums)
 
     def differentiate(
-        self, total: Any, first: Any, by_total: Any, each: Any, out: Any
+        self, top: Any, weight: Any, first: Any, by_total: Any, each: Any, out: Any
     ) -> None:
         """Writes the cotangents of the row."""
         for infinite in self.form.nan_at:
-            lost = total == jnp.float32(infinite)
-            total = jnp.where(lost, jnp.float32(jnp.nan), total)
-        endless = total == jnp.float32(jnp.inf)
-        shift = jnp.where(endless, jnp.float32(0.0), total)
-        share = jnp.where(endless, jnp.float32(0.0), first + by_total * shift)
+            lost = weight == jnp.float32(max(infinite, 0.0))
+            weight = jnp.where(lost, jnp.float32(jnp.nan), weight)
+        more = by_total * (jnp.log(weight) + top)
+        none = jnp.float32(0.0)
+        share = (first + jnp.where(by_total == none, none, more)) / weight
 
         def write(start: Any, inside: Any = None) -> None:
-            d = jnp.exp(self.logits(start) - shift) * share + each
+            d = jnp.exp(self.logits(start) - top) * share + each
             if inside is not None:
                 d = jnp.where(inside, d, pallas_gpu_rows.zeros(self.width))
             place = out.at[self.index, pl.ds(start, self.width)]

@@ -50,15 +50,17 @@ def reference(
             losses with `label_smoothing`.
         fill: The logit of the other classes, far below all logits.
         reduced: Whether the result is what the loss is made of, for some of all
-            classes, from `first` on. These are the log-sum-exp of each row and the
-            picked logit or 0. With `label_smoothing`, the sum of the logits follows.
+            classes, from `first` on. These are the largest logit m of each row, the sum
+            of ``exp(y - m)``, and the picked logit or 0. With `label_smoothing`, the
+            sum of ``y - m`` follows. For infinite m it is 0. Nothing passes a gradient
+            to it.
         nan_at: At which infinite maxima of a row the log-sum-exp is NaN: ``"+inf"``,
             ``"-inf"``, ``"both"`` or ``"none"``. It is that infinity at the others.
             `jax.nn.log_softmax` has both, and `jax.nn.logsumexp` none.
         out_dtype: The result's dtype; that in which it is computed by default.
 
     Returns:
-        [...], or [..., 2 or 3] if `reduced`. It is computed in float32, or float64 if
+        [...], or [..., 3 or 4] if `reduced`. It is computed in float32, or float64 if
         logits are.
     """
     y = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -108,13 +110,12 @@ def _reduced(
     classes = jnp.arange(y.shape[-1], dtype=jnp.int32) + first
     inside = classes < used if used else True
     y = jnp.where(inside, y, -jnp.inf)
-    top = lax.stop_gradient(y.max(-1, keepdims=True))
-    weight = jnp.exp(y - jnp.where(jnp.isfinite(top), top, 0)).sum(-1)
-    some = weight != 0
-    lse = jnp.log(jnp.where(some, weight, 1)) + jnp.where(some, top[..., 0], -jnp.inf)
+    top = lax.stop_gradient(y.max(-1))
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    less = y - top[..., None]
     hit = (labels[..., None] == classes) & inside
-    each = [lse, jnp.where(hit, y, 0).sum(-1)]
-    return jnp.stack([*each, y.sum(-1)] if summed else each, -1)
+    each = [top, jnp.exp(less).sum(-1), jnp.where(hit, y, 0).sum(-1)]
+    return jnp.stack([*each, less.sum(-1)] if summed else each, -1)
 
 
 def _by_rule(y: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:

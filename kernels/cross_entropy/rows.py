@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +18,54 @@ NAN_AT = ("both", "+inf", "-inf", "none")
 """Infinities of a row's maximum that make its log-sum-exp NaN."""
 
 
+class Sum(NamedTuple):
+    """The sum of the exponentials of a row's logits y: ``exp(top) · weight``.
+
+    Gradients hold ``exp(y - top) / weight``. Their log-sum-exp in one number would be
+    rounded by its size, and ``exp(y - lse)`` be off by as much.
+
+    Attributes:
+        top: The largest logit, or 0 if that is infinite.
+        weight: The sum of ``exp(y - top)``. It is 0 if all logits are -inf, and inf if
+            one is inf.
+    """
+
+    top: jax.Array
+    weight: jax.Array
+
+    @property
+    def log(self) -> jax.Array:
+        """The logarithm of the weight."""
+        return jnp.log(self.weight)
+
+    @property
+    def lse(self) -> jax.Array:
+        """The log-sum-exp."""
+        return self.top + self.log
+
+
+def summed(y: jax.Array) -> Sum:
+    """Returns the sum of the exponentials of logits over the last axis."""
+    top = finite(y.max(-1))
+    return Sum(top, jnp.exp(y - top[..., None]).sum(-1))
+
+
+def finite(top: jax.Array) -> jax.Array:
+    """Returns maxima, and 0 where they are infinite."""
+    return jnp.where(jnp.isfinite(top), top, 0)
+
+
 @dataclass(frozen=True)
 class Slopes:
     """Cotangents of rows, each [...].
 
     Attributes:
-        lse: Those of the log-sum-exps.
-        picked: Those of the picked logits, beside those through the log-sum-exp.
+        share: Those of the exponentials ``exp(y - top)``.
+        picked: Those of the picked logits, beside those through exponentials.
         each: The same of every other logit.
     """
 
-    lse: jax.Array
+    share: jax.Array
     picked: jax.Array
     each: jax.Array
 
@@ -80,32 +118,46 @@ class Loss:
             return jnp.clip(labels, 0, self.classes - 1)
         return labels
 
+    def known(self, picks: jax.Array) -> jax.Array:
+        """Whether the classes of what `picks` gives have logits."""
+        return (picks >= 0) & (picks < (self.used or self.classes))
+
     def without_slopes(self, picked: jax.Array, labels: jax.Array) -> jax.Array:
         """Returns picked logits without gradients of those that are promised away."""
         if self.outside != "promise":
             return picked
         return jnp.where(self._inside(labels), picked, jax.lax.stop_gradient(picked))
 
-    def total(self, lse: jax.Array) -> jax.Array:
-        """Returns log-sum-exps as the program has them, NaN at some infinities.
+    def total(self, row: Sum) -> Sum:
+        """Returns sums as the program has them, NaN at some infinities.
 
         What is `reduced` over some classes stays infinite: it says so to the others.
         """
         if self.reduced or self.nan_at == "none":
-            return lse
-        both = self.nan_at == "both"
-        lost = jnp.isinf(lse) if both else lse == float(self.nan_at)
-        return lse * jnp.where(lost, jnp.nan, 1).astype(lse.dtype)  # in gradients, too
+            return row
+        infinities = {"+inf": math.inf, "-inf": 0.0}
+        lost = jnp.zeros(row.weight.shape, bool)
+        for name, weight in infinities.items():
+            if self.nan_at in (name, "both"):
+                lost |= row.weight == weight
+        spoiled = jnp.where(lost, jnp.nan, 1).astype(row.weight.dtype)
+        return row._replace(weight=row.weight * spoiled)  # in gradients, too
 
     def value(
-        self, lse: jax.Array, picked: jax.Array, total: jax.Array, labels: jax.Array
+        self, row: Sum, picked: jax.Array, below: jax.Array, labels: jax.Array
     ) -> jax.Array:
-        """Returns the losses, from log-sum-exps, picked logits and sums of logits.
+        """Returns the losses, from what is reduced over the classes.
 
-        If `reduced`, these numbers themselves: [..., 2], or 3 with smoothing.
+        If `reduced`, these numbers themselves: [..., 3], or 4 with smoothing.
+
+        Args:
+            row: The sum of exponentials.
+            picked: The picked logits.
+            below: The sum of all logits less the row's top.
+            labels: As `self.labels` gives them.
         """
         if self.reduced:
-            each = (lse, picked, total) if self.label_smoothing else (lse, picked)
+            each = (*row, picked, below) if self.label_smoothing else (*row, picked)
             return jnp.stack(each, -1)
         inside = self._inside(labels)
         if self.used:
@@ -114,58 +166,48 @@ class Loss:
             picked = picked + jnp.where(other, self.fill, 0).astype(picked.dtype)
         if self.outside == "nan":
             picked = jnp.where(inside, picked, jnp.nan)
-        own = self._of_label(lse, inside, lse) - picked
+        own = (row.top - picked) + row.log  # large numbers first, of which less is left
+        lse = row.lse
+        if self.of_log_probabilities:
+            promised = self.outside == "promise"
+            other = jax.lax.stop_gradient(lse) if promised else 0
+            own = jnp.where(inside, own, other - picked)
         if self.whole_slopes:
             own = own + jnp.where(inside, 0, lse - jax.lax.stop_gradient(lse))
         out = own
         if self.label_smoothing:
-            alike = lse - total / self.classes
+            alike = row.log - below / self.classes
             out = (1 - self.label_smoothing) * own + self.label_smoothing * alike
         return out + self.z_loss * lse * lse if self.z_loss else out
 
-    def slopes(self, lse: jax.Array, labels: jax.Array, cotangent: jax.Array) -> Slopes:
+    def slopes(self, row: Sum, labels: jax.Array, cotangent: jax.Array) -> Slopes:
         """Returns the cotangents of what is reduced, from those of `value`."""
         if self.reduced:
-            of_lse, picked, *total = jnp.unstack(cotangent, axis=-1)
-            each = total[0] if total else jnp.zeros_like(picked)
-            of_lse = _finite_share(of_lse, lse)
-            return Slopes(of_lse, picked + each, each)
-        of_lse = _finite_share(cotangent * self._by_lse(lse, labels), lse)
-        each = -self.label_smoothing / self.classes
-        own = self.label_smoothing - 1 + each
-        return Slopes(of_lse, cotangent * own, cotangent * each)
+            _, share, picked, *below = jnp.unstack(cotangent, axis=-1)
+            each = below[0] if below else jnp.zeros_like(picked)
+            return Slopes(share, picked + each, each)
+        alike, by_lse = self.of_lse(labels, cotangent)
+        of_lse = alike + by_lse * row.lse if self.z_loss else alike
+        each = self.of_each(cotangent)
+        own = cotangent * (self.label_smoothing - 1) + each
+        return Slopes(of_lse / row.weight, own, each)
 
-    def subtracted(self, lse: jax.Array) -> jax.Array:
-        """Returns what is subtracted from logits in the exponentials of gradients.
+    def of_lse(
+        self, labels: jax.Array, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns numbers a and b: ``a + b l`` is the cotangent of a log-sum-exp l."""
+        own = jnp.ones_like(cotangent)
+        if self.of_log_probabilities and not self.whole_slopes:
+            own = jnp.where(self._inside(labels), own, 0)
+        alike = (1 - self.label_smoothing) * own + self.label_smoothing
+        return cotangent * alike, cotangent * (2 * self.z_loss)
 
-        Of some classes of a row, all may have the logit -inf: their exponentials are 0.
-        If a logit is inf, exponentials are not divided by their sum: `slopes` is 0.
-        """
-        lse = jnp.where(lse == jnp.inf, 0, lse)
-        return jnp.where(lse == -jnp.inf, 0, lse) if self.reduced else lse
-
-    def _by_lse(self, lse: jax.Array, labels: jax.Array) -> jax.Array:
-        """The derivatives by the log-sum-exps, labels fixed."""
-        own = jnp.ones_like(lse)
-        if not self.whole_slopes:
-            own = self._of_label(own, self._inside(labels), jnp.zeros_like(own))
-        out = (1 - self.label_smoothing) * own + self.label_smoothing
-        return out + 2 * self.z_loss * lse if self.z_loss else out
+    def of_each(self, cotangent: jax.Array) -> jax.Array:
+        """Returns the cotangents of every logit beside those through exponentials."""
+        return cotangent * (-self.label_smoothing / self.classes)
 
     def _inside(self, labels: jax.Array) -> jax.Array:
         return (labels >= 0) & (labels < self.classes)
-
-    def _of_label(
-        self, lse: jax.Array, inside: jax.Array, promised: jax.Array
-    ) -> jax.Array:
-        """The log-sum-exp that the picked log-probability holds, or its derivative.
-
-        `promised` is that of a label that is promised to be a class, and is none.
-        """
-        if not self.of_log_probabilities:
-            return lse
-        other = jax.lax.stop_gradient(promised) if self.outside == "promise" else 0
-        return jnp.where(inside, lse, other)
 
 
 def signed(labels: jax.Array) -> jax.Array:
@@ -177,8 +219,3 @@ def signed(labels: jax.Array) -> jax.Array:
         most = jnp.iinfo(jnp.int32).max
         return jnp.minimum(labels, labels.dtype.type(most)).astype(jnp.int32)
     return labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
-
-
-def _finite_share(slope: jax.Array, lse: jax.Array) -> jax.Array:
-    """Cotangents of log-sum-exps, times 0 where these are inf: over an infinite sum."""
-    return slope * jnp.where(lse == jnp.inf, 0, 1).astype(slope.dtype)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.cross_entropy.rows import Loss, signed
+from rewriter.kernels.cross_entropy.rows import Loss, Sum, finite, signed
 from rewriter.ops.op import Part, Sharding
 
 OF_ALL = (
@@ -67,21 +67,23 @@ def _finish(
     """The losses, of the numbers that each device has reduced its classes to."""
     if "v" not in parts:
         return out
-    part, smoothing = parts["v"], params["label_smoothing"]
-    classes = _classes(operands) * part.count
-    lse, target = out[..., 0], out[..., 1]
+    part, size, smoothing = parts["v"], _classes(operands), params["label_smoothing"]
     how = {k: params[k] for k in (*OF_ALL[:-1], "label_smoothing", "used")}
-    loss = Loss(classes, **how)
+    loss = Loss(size * part.count, **how)
     labels = loss.labels(operands["labels"])
-    target = loss.without_slopes(target, labels)
-    if smoothing:
-        target = (1 - smoothing) * target + smoothing / classes * out[..., 2]
-    top = lax.pmax(lax.stop_gradient(lse), part.axes)
-    infinite = top == jnp.inf  # then no class has a share that is a number
-    shift = jnp.where(jnp.isfinite(top), top, 0)
-    own = jnp.where(infinite, jnp.where(lse == jnp.inf, jnp.inf, 0), 0)
-    lse = jnp.exp(jnp.where(infinite, -jnp.inf, lse) - shift) + own
-    weight, target = lax.psum((lse, target), part.axes)
-    total, none = loss.total(jnp.log(weight) + shift), jnp.zeros_like(target)
-    value = loss.value(total, none, none, labels) - target
+    own, weight, picked, *below = jnp.unstack(out, axis=-1)
+    own, kept = lax.stop_gradient((own, weight))
+    top = finite(lax.pmax(jnp.where(kept == 0, -jnp.inf, own), part.axes))
+    # A weight of no logits stays 0, and an infinite one stays so.
+    less = jnp.where(jnp.isfinite(kept) & (kept != 0), own - top, 0)
+    picks, first = loss.picks(labels), part.index * size
+    known = loss.known(picks)
+    here = known & (picks >= first) & (picks < first + size)
+    picked = loss.without_slopes(picked, labels) - top
+    target = jnp.where(here, (1 - smoothing) * picked, 0)
+    if below:
+        target = target + smoothing / loss.classes * (below[0] + size * less)
+    weight, target = lax.psum((weight * jnp.exp(less), target), part.axes)
+    row, none = loss.total(Sum(top, weight)), jnp.zeros_like(top)
+    value = loss.value(row, jnp.where(known, top, 0), none, labels) - target
     return value.astype(params["out_dtype"] or value.dtype)

@@ -1,7 +1,8 @@
-"""Cross-entropy that keeps one number per row for gradients.
+"""Cross-entropy that keeps two numbers per row for gradients.
 
 Automatic differentiation keeps the exponentials of all logits beside the logits. This
-one keeps the log-sum-exp l of each row, and makes exp(y - l) again where it is used.
+one keeps the maximum of each row and the sum of its exponentials, and makes
+``exp(y - maximum)`` again where it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.cross_entropy.estimate import estimate
-from rewriter.kernels.cross_entropy.rows import OUTSIDE, Loss, Slopes
+from rewriter.kernels.cross_entropy.rows import OUTSIDE, Loss, Slopes, Sum, summed
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Spec, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -83,15 +84,16 @@ def forward(
     residuals: bool = False,
     **how: Any,
 ) -> Any:
-    """Returns the losses, and with `residuals` the log-sum-exps."""
+    """Returns the losses, and with `residuals` the sums of exponentials."""
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     loss = Loss(logits.shape[-1], **how)
     classes, labels = _classes(logits, first), loss.labels(labels)
     y = _masked(logits.astype(wide), classes, loss)
-    lse = loss.total(jax.nn.logsumexp(y, axis=-1))
+    row = loss.total(summed(y))
     picked = jnp.where(_hits(classes, loss.picks(labels), loss), y, 0).sum(-1)
-    out = loss.value(lse, picked, y.sum(-1), labels).astype(out_dtype or wide)
-    return (out, (lse,)) if residuals else out
+    below = (y - row.top[..., None]).sum(-1)
+    out = loss.value(row, picked, below, labels).astype(out_dtype or wide)
+    return (out, tuple(row)) if residuals else out
 
 
 def backward(
@@ -99,7 +101,7 @@ def backward(
     logits: jax.Array,
     labels: jax.Array,
     out: None,
-    residuals: tuple[jax.Array],
+    residuals: tuple[jax.Array, jax.Array],
     cotangent: jax.Array,
     first: jax.Array | None = None,
     out_dtype: str | None = None,
@@ -107,23 +109,21 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Returns the cotangent of the logits."""
     del out, out_dtype
-    (lse,) = residuals
+    row = Sum(*residuals)
     loss = Loss(logits.shape[-1], **how)
     classes, labels = _classes(logits, first), loss.labels(labels)
-    y = _masked(logits.astype(lse.dtype), classes, loss)
-    slopes = loss.slopes(lse, labels, cotangent.astype(lse.dtype))
-    d = gradient(slopes, y, loss.subtracted(lse), _hits(classes, labels, loss))
+    wide = row.top.dtype
+    y = _masked(logits.astype(wide), classes, loss)
+    slopes = loss.slopes(row, labels, cotangent.astype(wide))
+    d = gradient(slopes, y, row.top, _hits(classes, labels, loss))
     return {"logits": d.astype(logits.dtype)}
 
 
 def gradient(
-    slopes: Slopes, y: jax.Array, lse: jax.Array, hits: jax.Array
+    slopes: Slopes, y: jax.Array, top: jax.Array, hits: jax.Array
 ) -> jax.Array:
-    """Returns the cotangents of logits y, or of some columns of them.
-
-    `lse` is as `Loss.subtracted` gives it.
-    """
-    p = jnp.exp(y - lse[..., None]) * slopes.lse[..., None]
+    """Returns the cotangents of logits y, or of some columns of them."""
+    p = jnp.exp(y - top[..., None]) * slopes.share[..., None]
     return p + jnp.where(hits, slopes.picked[..., None], slopes.each[..., None])
 
 
@@ -145,13 +145,13 @@ def _classes(y: jax.Array, first: jax.Array | None) -> jax.Array:
 
 
 def _saves(spec: Spec) -> list[Any]:
-    """The log-sum-exp of each row."""
+    """The sum of exponentials of each row: its maximum and its weight."""
     wide = jnp.promote_types(spec.dtype("logits"), jnp.float32)
-    return [(spec.shape("logits")[:-1], wide)]
+    return [(spec.shape("logits")[:-1], wide)] * 2
 
 
 KERNEL = XLA.kernel(
     "cross_entropy", forward, backward, supports,
     Speed(profitable, profitable_backward, estimate=estimate), saves=_saves,
-    flat=True,
+    version=2, flat=True,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.cross_entropy.rows import Loss
+from rewriter.kernels.cross_entropy.rows import Loss, Sum
 from rewriter.kernels.linear_cross_entropy import chunks, xla
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.estimate import (
@@ -67,7 +67,7 @@ def supports(spec: Spec) -> Verdict:
 
 
 def _form(head: Head, loss: Loss | None = None) -> Any:
-    """What the kernel knows of rows; without a loss, for log-sum-exps alone."""
+    """What the kernel knows of rows; without a loss, for sums alone."""
     from rewriter.kernels.cross_entropy.hopper_rows import Form
 
     nan_at: tuple[float, ...] = ()
@@ -79,13 +79,18 @@ def _form(head: Head, loss: Loss | None = None) -> Any:
 
 
 def reduced(head: Head, product: jax.Array, labels: jax.Array) -> Reduced:
-    """Returns log-sum-exps, picked logits and sums of logits of a product [n, v]."""
+    """Returns what is reduced over the classes of a product [n, v]."""
     from rewriter.kernels.cross_entropy.hopper_rows import totals
 
     if product.shape[1] % chunks.EVEN:
         return of_product(head, product, labels)
-    lse = totals(product, _form(head))
-    return lse, picked(head, product, labels), head.total(head.logits(product))
+    row = Sum(*totals(product, _form(head)))
+    return row, picked(head, product, labels), _below(head, product, row)
+
+
+def _below(head: Head, product: jax.Array, row: Sum) -> jax.Array:
+    """Returns sums of logits less the top of their row."""
+    return head.total(head.logits(product) - row.top[:, None])
 
 
 def picked(head: Head, product: jax.Array, labels: jax.Array) -> jax.Array:
@@ -102,19 +107,17 @@ def gradients(head: Head, loss: Loss, known: Rows) -> tuple[jax.Array, jax.Array
     from rewriter.kernels.cross_entropy.hopper_rows import totals_and_gradients
 
     product, labels, up = known["product"], known["classes"], known["cotangent"]
-    # Cotangents of log-sum-exps are linear in these, which the kernel finds.
-    zero, one = (loss.slopes(jnp.full_like(up, n), labels, up) for n in (0.0, 1.0))
     s = head.scale
-    first, by_total = zero.lse * s, (one.lse - zero.lse) * s
-    lse, d = totals_and_gradients(
-        product, first, by_total, zero.each * s, _form(head, loss)
+    first, by_lse = loss.of_lse(labels, up)
+    each = loss.of_each(up)
+    top, weight, d = totals_and_gradients(
+        product, first * s, by_lse * s, each * s, _form(head, loss)
     )
     own = picked(head, product, loss.picks(labels))
-    sums = head.total(head.logits(product))
-    lse = loss.total(lse)
-    value = loss.value(lse, own, sums, labels)
-    slopes = loss.slopes(lse, labels, up)
-    at = (jnp.exp(own - loss.subtracted(lse)) * slopes.lse + slopes.picked) * s
+    row = loss.total(Sum(top, weight))
+    value = loss.value(row, own, _below(head, product, row), labels)
+    slopes = loss.slopes(row, labels, up)
+    at = (jnp.exp(own - row.top) * slopes.share + slopes.picked) * s
     end = head.classes if head.end is None else head.end
     place = jnp.where((labels >= 0) & (labels < end), labels, head.classes)
     rows = jnp.arange(product.shape[0], dtype=place.dtype)
@@ -133,7 +136,7 @@ def forward(*, config: Chunk | None = None, **given: Any) -> Any:
 
 
 def backward(*, config: Chunk | None = None, **given: Any) -> dict[str, jax.Array]:
-    """Returns the cotangents, given log-sum-exps: XLA reads logits once, too."""
+    """Returns the cotangents, given sums: XLA reads logits once, too."""
     return xla.backward(**given, config=config or chunks.LARGE)
 
 
@@ -195,6 +198,6 @@ KERNEL = HOPPER.kernel(
         profitable, by_rule=False, estimate=estimate, margin=margin,
         modelled=modelled,
     ),
-    SPACE, SPACE,
+    SPACE, SPACE, version=2,
     together=together, saves=xla.KERNEL.traits.saves, swaps=(("w", 0, 1),),
 )  # fmt: skip

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.cross_entropy.rows import Loss
+from rewriter.kernels.cross_entropy.rows import Loss, Sum
 from rewriter.kernels.cross_entropy.xla import gradient
 from rewriter.kernels.linear_cross_entropy import chunks
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.head import Head
-from rewriter.kernels.linear_cross_entropy.row_statistics import reduced
+from rewriter.kernels.linear_cross_entropy.row_statistics import Reduced, reduced
 
 
 def takes(head: Head, count: int, classes: int) -> bool:
@@ -56,15 +56,13 @@ def together(
     picks = _parts(loss.picks(labels), k, beside)
     some = [steps.reduced(head, y, p) for y, p in zip(held, picks, strict=False)]
     again = _reduced_again(head, x[2], picks[2], config)
-    lse, picked, total = (
-        jnp.concatenate(each) for each in zip(*some, again, strict=True)
-    )
+    made = jax.tree.map(lambda *parts: jnp.concatenate(parts), *some, again)
     # All of the logits' other readers come first, so that no copy of them is made.
-    held, lse, picked, total = lax.optimization_barrier((held, lse, picked, total))
-    lse = loss.total(lse)
-    known = {"lse": lse, "classes": labels, "cotangent": rows["cotangent"]}
+    held, (row, picked, below) = lax.optimization_barrier((held, made))
+    row = loss.total(row)
+    known = {"classes": labels, "cotangent": rows["cotangent"], **row._asdict()}
     dx, sums = _gradients(head, loss, rows["x"], x[2], held, known, size)
-    return loss.value(lse, picked, total, labels), dx.astype(x[0].dtype), sums
+    return loss.value(row, picked, below, labels), dx.astype(x[0].dtype), sums
 
 
 def _parts(a: jax.Array, first: int, beside: int) -> list[jax.Array]:
@@ -72,11 +70,13 @@ def _parts(a: jax.Array, first: int, beside: int) -> list[jax.Array]:
     return [a[:first], a[first : first + beside], a[first + beside :]]
 
 
-def _reduced_again(head: Head, x: jax.Array, labels: jax.Array, config: Chunk) -> Any:
+def _reduced_again(
+    head: Head, x: jax.Array, labels: jax.Array, config: Chunk
+) -> Reduced:
     """What is reduced of rows whose logits are not held."""
     if not x.shape[0]:
         none = jnp.zeros((0,), head.wide)
-        return none, none, none
+        return Sum(none, none), none, none
     v, size = head.classes, jnp.dtype(head.held).itemsize
     columns = chunks.of_cotangents(x.shape[0], v, size, config)
     return reduced(head, x, labels, columns)
@@ -99,12 +99,12 @@ def _gradients(
         x: All rows.
         others: The last rows, whose logits are not held.
         held: Products of the first k rows, and of those that follow.
-        known: Of each row: classes, log-sum-exp and cotangent.
+        known: Of each row: classes, top, weight and cotangent.
         size: Classes of a chunk.
     """
     v = head.classes
-    slopes = loss.slopes(known["lse"], known["classes"], known["cotangent"])
-    shift = loss.subtracted(known["lse"])
+    row = Sum(known["top"], known["weight"])
+    slopes = loss.slopes(row, known["classes"], known["cotangent"])
     dtypes = {"x": head.wide, "w": head.w.dtype}
     sums: Rows = {"w": held[0]}
     if head.bias is not None:
@@ -118,7 +118,7 @@ def _gradients(
             lax.dynamic_slice_in_dim(a, start, size, 1) for a in (sums["w"], held[1])
         ]
         y = some.logits(jnp.concatenate([*parts, some.product(others)]))
-        d = gradient(slopes, y, shift, some.hits(known["classes"]))
+        d = gradient(slopes, y, row.top, some.hits(known["classes"]))
         found = some.back(x, some.of_product(y, d), dtypes)
         put = {
             n: lax.dynamic_update_slice_in_dim(a, found[n], start, a.ndim - 1)

@@ -51,7 +51,7 @@ def reference(
         **loss: As of the reference of ``cross_entropy``.
 
     Returns:
-        [...], or [..., 2 or 3] if ``reduced``. It is computed in float32, or float64 if
+        [...], or [..., 3 or 4] if ``reduced``. It is computed in float32, or float64 if
         x or w are.
     """
     del logits_dtype

@@ -2,9 +2,9 @@
 
 The usual form writes all logits, [rows, v], and automatic differentiation keeps them
 and their exponentials. This one loops over blocks of rows, and inside over chunks of
-classes or not at all. It keeps the log-sum-exp of each row, and computes the logits
-again in the backward pass: one more product, for two arrays of [rows, v] fewer in
-memory. Where the cotangent is known first, `together` computes the logits once.
+classes or not at all. It keeps the sum of exponentials of each row, and computes the
+logits again in the backward pass: one more product, for two arrays of [rows, v] fewer
+in memory. Where the cotangent is known first, `together` computes the logits once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.cross_entropy.rows import Loss
+from rewriter.kernels.cross_entropy.rows import Loss, Sum
 from rewriter.kernels.cross_entropy.xla import (
     gradient,
     is_float,
@@ -90,7 +90,7 @@ class Steps:
     """Functions of the product [n, v] of a block of rows.
 
     Attributes:
-        reduced: Gives log-sum-exps, picked logits and sums of logits, as `of_product`.
+        reduced: Gives what is `Reduced` over the classes, as `of_product` does.
         gradients: ``gradients(head, loss, known)`` gives losses and cotangents of the
             product with the scale, in the head's narrow dtype. `known` has of each row:
             classes, cotangent and product. None if they are computed from the former.
@@ -118,7 +118,7 @@ def forward(
     swapped: Sequence[str] = (),
     **how: Any,
 ) -> Any:
-    """Returns the losses, and with `residuals` the log-sum-exps.
+    """Returns the losses, and with `residuals` the sums of exponentials.
 
     Args:
         config: The chunk.
@@ -134,16 +134,16 @@ def forward(
         classes = loss.labels(part["labels"])
         picks = loss.picks(classes)
         if columns == head.classes:
-            lse, picked, total = steps.reduced(head, head.product(part["x"]), picks)
+            row, picked, below = steps.reduced(head, head.product(part["x"]), picks)
         else:
-            lse, picked, total = reduced(head, part["x"], picks, columns)
-        lse = loss.total(lse)
-        value = loss.value(lse, picked, total, classes)
-        return None, {"out": value.astype(out_dtype or value.dtype), "lse": lse}
+            row, picked, below = reduced(head, part["x"], picks, columns)
+        row = loss.total(row)
+        value = loss.value(row, picked, below, classes)
+        return None, {"out": value.astype(out_dtype or value.dtype), **row._asdict()}
 
     _, made = over_blocks(block, chunks.flat(x, labels), None, rows)
-    out = _by_row(made["out"], labels)
-    return (out, (_by_row(made["lse"], labels),)) if residuals else out
+    out, top, weight = (_by_row(made[n], labels) for n in ("out", "top", "weight"))
+    return (out, (top, weight)) if residuals else out
 
 
 def _by_row(a: jax.Array, labels: jax.Array) -> jax.Array:
@@ -196,7 +196,7 @@ def backward(
     w: jax.Array,
     labels: jax.Array,
     out: None,
-    residuals: tuple[jax.Array],
+    residuals: tuple[jax.Array, jax.Array],
     cotangent: jax.Array,
     bias: jax.Array | None = None,
     first: jax.Array | None = None,
@@ -206,7 +206,7 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of every float operand."""
     del out, out_dtype
-    (lse,) = residuals
+    top, weight = residuals
     config = config or chunks.DEFAULT
     head, loss = _head_and_loss(x, w, bias, first, config, **how)
     rows, columns = _sizes(head, x, config)
@@ -217,7 +217,8 @@ def backward(
         known = part | {"classes": loss.labels(part["labels"])}
         return _gradients(head, loss, known, sums, columns, added)
 
-    parts = chunks.flat(x, labels, lse=lse, cotangent=cotangent.astype(head.wide))
+    up = cotangent.astype(head.wide)
+    parts = chunks.flat(x, labels, top=top, weight=weight, cotangent=up)
     sums, by_row = over_blocks(block, parts, _zeros(head, added, cotangent), rows)
     return _like(x, w, bias, by_row["x"], sums)
 
@@ -257,7 +258,7 @@ def _gradients(
     Args:
         head: What makes logits.
         loss: The loss.
-        known: Of each row: x, classes, log-sum-exp and cotangent; and the product with
+        known: Of each row: x, classes, top, weight and cotangent; and the product with
             the weights, if it is held.
         sums: Cotangents of weights and bias so far.
         columns: Classes of a chunk.
@@ -268,8 +269,9 @@ def _gradients(
 
     def of(some: Head, product: jax.Array, of_x: Any) -> Rows:
         y, classes = some.logits(product), known["classes"]
-        slopes = loss.slopes(known["lse"], classes, known["cotangent"])
-        d = gradient(slopes, y, loss.subtracted(known["lse"]), some.hits(classes))
+        row = Sum(known["top"], known["weight"])
+        slopes = loss.slopes(row, classes, known["cotangent"])
+        d = gradient(slopes, y, row.top, some.hits(classes))
         return some.back(rows, some.of_product(y, d), {**dtypes, "x": of_x})
 
     if columns == head.classes:
@@ -353,10 +355,11 @@ def together(
             found = head.back_of_narrow(part["x"], d, dtypes)
             sums = {n: s + found[n] if added else found[n] for n, s in sums.items()}
             return sums, {"x": found["x"], "out": value}
-        lse, picked, total = steps.reduced(head, product, loss.picks(hits))
-        lse = loss.total(lse)
-        value = loss.value(lse, picked, total, hits)
-        sums, found = _gradients(head, loss, known | {"lse": lse}, sums, columns, added)
+        row, picked, below = steps.reduced(head, product, loss.picks(hits))
+        row = loss.total(row)
+        value = loss.value(row, picked, below, hits)
+        known |= row._asdict()
+        sums, found = _gradients(head, loss, known, sums, columns, added)
         return sums, found | {"out": value}
 
     sums, made = over_blocks(block, parts, _zeros(head, added, cotangent), rows)
@@ -373,10 +376,10 @@ def _in_two_passes(
 
 
 def _saves(spec: Spec) -> list[Any]:
-    """The log-sum-exp of each row."""
+    """The sum of exponentials of each row: its top and its weight."""
     narrow = jnp.result_type(spec.dtype("x"), spec.dtype("w"))
     wide = jnp.promote_types(narrow, jnp.float32)
-    return [(spec.shape("labels"), wide)]
+    return [(spec.shape("labels"), wide)] * 2
 
 
 KERNEL = XLA.kernel(
@@ -384,5 +387,5 @@ KERNEL = XLA.kernel(
     Speed(profitable, profitable_backward, estimate=estimate, margin=margin,
           temporary=temporary),
     Space(Chunk, chunks.default, chunks.configs),
-    version=2, together=together, saves=_saves, flat=True,
+    version=3, together=together, saves=_saves, flat=True,
 )  # fmt: skip

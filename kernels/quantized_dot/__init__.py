@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.quantized_dot import few_rows, hopper, packed, xla
+from rewriter.kernels.quantized_dot import (
+    eight_bits,
+    few_rows,
+    hopper,
+    packed,
+    xla,
+)
 from rewriter.kernels.quantized_dot.op import OP as OP
 from rewriter.kernels.quantized_dot.op import PACKED as PACKED
 
 OPS = (OP, PACKED)
 
-KERNELS = (few_rows.KERNEL, hopper.KERNEL, xla.KERNEL, packed.KERNEL)
+KERNELS = (eight_bits.KERNEL, few_rows.KERNEL, hopper.KERNEL, xla.KERNEL, packed.KERNEL)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from rewriter.kernels.quantized_dot import eight_bits_estimate
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import LAUNCH_S, item, seconds
 from rewriter.ops.kernel import Spec
@@ -150,6 +151,8 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
     The gradient of rows is XLA's, whatever the kernel.
     """
+    if eight_bits_estimate.narrow(spec):
+        return eight_bits_estimate.estimate(spec, device, passes)
     once = as_written(spec, device)
     k = max(spec.shape("x")[-1], 1)
     turns = numbers(spec) / k / min(256, max(64, (1 << 20) / k))

@@ -9,6 +9,7 @@ from rewriter.kernels.quantized_dot.packed_form import packed_form
 from rewriter.kernels.quantized_dot.reference import computed, product, sample
 from rewriter.ops.op import Op, Operand, Sharding, Stored
 from rewriter.ops.stored import FEW_BITS, stored_form
+from rewriter.ops.widening import BIAS, reads
 
 MATRIX = {"forward": "k n", "transposed": "n k"}
 """The axes of the matrix by mode."""
@@ -19,6 +20,8 @@ DOT = Op(
         Operand("x", "... k", True, "The rows."),
         Operand("w", "k n", True, "The matrix: [n, k] if transposed.",
                 Stored(FEW_BITS, "k", by_steps=True)),
+        Operand("x_scale", "...", doc="A factor for each row of the product."),
+        Operand("bias", "n", doc="An addend for each column of the product."),
     ),
     out="... n",
     reference=product,
@@ -29,7 +32,7 @@ DOT = Op(
     cost=cost,
     sharding=lambda params: Sharding(
         frozenset({"...", "n"}),
-        sums=frozenset({"k"}),
+        sums=frozenset() if reads(params["behind"], BIAS) else frozenset({"k"}),
         dims={"x": "... k", "w": MATRIX[params["mode"]], "out": "... n"},
     ),
 )  # fmt: skip

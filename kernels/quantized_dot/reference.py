@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from rewriter.kernels.quantized_dot.use import Use
+from rewriter.ops.stored import FEW_BITS, numbers_of
 
 
 def product(**given: Any) -> jax.Array:
@@ -38,9 +39,16 @@ def sample(
 ) -> dict[str, jax.Array]:
     """Returns normal rows, and a matrix that keeps their size."""
     x, w = operands["x"], operands["w"]
-    rows, matrix = jax.random.split(key)
-    spread = x.shape[-1] ** -0.5
-    return {
-        "x": jax.random.normal(rows, x.shape).astype(x.dtype),
+    rows, matrix, beside = jax.random.split(key, 3)
+    drawn = jax.random.normal(rows, x.shape)
+    spread, narrow = x.shape[-1] ** -0.5, str(x.dtype) in FEW_BITS
+    made = {
+        "x": numbers_of(drawn, x.dtype) if narrow else drawn.astype(x.dtype),
         "w": (spread * jax.random.normal(matrix, w.shape)).astype(w.dtype),
     }
+    for name, least in (("x_scale", 0.5), ("bias", -1.0)):
+        if name in operands:
+            own = operands[name]
+            each = jax.random.uniform(beside, own.shape, minval=least, maxval=1.5)
+            made[name] = each.astype(own.dtype)
+    return made

@@ -19,12 +19,14 @@ class Use:
         w: [k, n]; [n, k] if transposed.
         w_scale: Factors of the numbers; see `rewriter.ops.stored`.
         w_zero: Addends of the numbers.
+        x_scale: [...]. Factors of the product's rows, joined by `behind`.
+        bias: [n]. Addends of the product, joined by `behind`.
         widen: The steps from the stored numbers to the matrix, see
             `rewriter.ops.widening`. By default they are scaled in float32, and rounded
             to the dtype of x.
         mode: "forward", or "transposed" for a matrix [n, k].
-        behind: The steps from the product to the result. Scales in them are [1, n] or
-            [1, 1].
+        behind: The steps from the product to the result. Scales of the matrix in them
+            are [1, n] or [1, 1].
         sums: The product's dtype; that of JAX by default.
         precision: As in `jax.lax.dot`.
     """
@@ -33,6 +35,8 @@ class Use:
     w: jax.Array
     w_scale: jax.Array | None = None
     w_zero: jax.Array | None = None
+    x_scale: jax.Array | None = None
+    bias: jax.Array | None = None
     widen: str | None = None
     mode: str = "forward"
     behind: str = ""
@@ -72,4 +76,5 @@ class Use:
     def finished(self, product: jax.Array) -> jax.Array:
         """Returns the result of a product."""
         scale = None if self.w_scale is None else self.w_scale[0]
-        return applied(product, self.behind, scale)
+        rows = None if self.x_scale is None else self.x_scale[..., None]
+        return applied(product, self.behind, scale, None, rows, self.bias)

@@ -38,6 +38,9 @@ ACCUMULATOR = plgpu.Layout.WGMMA
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 """The layout of a value for each of its columns."""
 
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+"""The layout of a value for each of its rows."""
+
 
 def kernel(
     body: Callable[..., None],
@@ -177,16 +180,35 @@ def store_rows(reference: Any, value: Array) -> None:
 
 
 def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
-    """Returns [rows, columns] that repeat some columns of one row.
+    """Returns float32 [rows, columns] that repeat some columns of one row.
 
     Args:
-        reference: float32 [n] in global memory, n a multiple of `shape`'s columns.
+        reference: Floats [n] in global memory, n a multiple of `shape`'s columns.
         first: The first column; from n on, the last ones are taken.
         shape: [64 a, columns].
     """
     first = jnp.minimum(first, reference.shape[0] - shape[1])
     part = reference.at[pl.ds(pl.multiple_of(first, shape[1]), shape[1])]
-    return lax.broadcast_in_dim(loaded(part, COLUMNS, optimized=False), shape, [1])
+    return _repeated(part, COLUMNS, shape, 1)
+
+
+def column(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
+    """Returns float32 [rows, columns] that repeat some rows of one column.
+
+    Args:
+        reference: Floats [m] in global memory, m a multiple of `shape`'s rows.
+        first: The first row, a multiple of them.
+        shape: [64 a, columns].
+    """
+    part = reference.at[pl.ds(pl.multiple_of(first, shape[0]), shape[0])]
+    return _repeated(part, ROWS, shape, 0)
+
+
+def _repeated(part: Any, layout: Any, shape: tuple[int, int], axis: int) -> Array:
+    """Values of global memory as float32, repeated along the other axis."""
+    read = loaded(part, layout, optimized=False)
+    read = read if read.dtype == jnp.float32 else read.astype(jnp.float32)
+    return lax.broadcast_in_dim(read, shape, [axis])
 
 
 def widened(

@@ -1,4 +1,4 @@
-"""Steps from stored numbers to a matrix, as a kernel computes them in float32.
+"""Steps from stored numbers to a matrix, or behind a product, computed in float32.
 
 A kernel joins factors and addends in float32, and rounds to 16 bits where the program
 does. That gives the numbers of a program that computes in these 16 bits: float32 has
@@ -79,6 +79,71 @@ def in_float32(widen: str, dtype: str, stored: str = "int8") -> InFloat32 | None
     while steps and steps[-1] == (ROUND, dtype):
         steps.pop()  # as storing to that dtype does
     return InFloat32(tuple(_once(steps)), tuple(sorted(dtypes.items())))
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Steps behind a product in float32, before the last rounding.
+
+    Attributes:
+        steps: As of `InFloat32`; also with the sign ``/``, and ``"scale*rows"``.
+        dtype: The dtype of the result.
+        dtypes: The dtypes in which the program joins arrays, by their names.
+    """
+
+    steps: tuple[tuple[str, str | float], ...]
+    dtype: str
+    dtypes: tuple[tuple[str, str], ...]
+
+    @property
+    def rounds_a_product_before_a_sum(self) -> bool:
+        """Whether a product is rounded, and then something is added to it."""
+        signs = [sign for sign, _ in self.steps]
+        three = zip(signs, signs[1:], signs[2:], strict=False)
+        return any(a in "*/" and b == ROUND and c in "+-" for a, b, c in three)
+
+
+def behind_in_float32(behind: str, dtype: str) -> Behind | None:
+    """Returns how a kernel computes steps behind a product; None if it cannot.
+
+    Args:
+        behind: The steps, see `rewriter.ops.widening`.
+        dtype: The dtype of the product.
+
+    Example:
+        >>> behind_in_float32("float32 *scale bfloat16", "bfloat16").steps
+        (('round', 'bfloat16'), ('*', 'scale'))
+        >>> behind_in_float32("float32 *scale *rows", "int32").dtypes
+        (('rows', 'float32'), ('scale', 'float32'))
+        >>> behind_in_float32("bfloat16 *scale", "int32")
+    """
+    steps: list[tuple[str, str | float]] = []
+    dtypes: dict[str, str] = {}
+    held = dtype
+    for step in behind.split():
+        sign, what = step[0], step[1:]
+        if sign not in "*/-+":
+            # Only float32 is made of integers: they may have more digits.
+            if step not in SIXTEEN | {"float32"} or (
+                held not in SIXTEEN | {"float32"} and step != "float32"
+            ):
+                return None
+            steps.append((ROUND, held))
+            held = step
+            continue
+        if held not in SIXTEEN | {"float32"}:
+            return None
+        steps.append((ROUND, held))
+        named = what.replace("*", "").isalpha()
+        names = what.split("*") if named else ()
+        if any(dtypes.setdefault(name, held) != held for name in names):
+            return None
+        if len(names) > 1 and held != "float32":
+            return None  # their product is rounded, too
+        steps.append((sign, what if named else float(what)))
+    exact = {"float32", "int32"}
+    kept = tuple(x for x in steps if x[0] != ROUND or x[1] not in exact)
+    return Behind(kept, held, tuple(sorted(dtypes.items())))
 
 
 def _holds(new: str, held: str, joined: bool, stored: str) -> bool:

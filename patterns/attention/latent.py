@@ -100,7 +100,7 @@ def latent(find: Finder, reading: Reading) -> Reading:
     if any(alg.sizes[i] > 1 for i in keys.parts[0][1][2]):
         raise Refused("heads", "each head has keys of its own", score=0.1)
     (value,) = values.parts
-    parts = _joined(find, reading, _atom(alg, value, "values"))
+    parts = _joined(find, reading, atom_of(alg, value, "values"))
     place = _place_of_values(alg, parts, value)
     (narrow,) = value[1][3]
     if len(parts) == 1 and alg.sizes[parts[0][1][3][0]] > alg.sizes[narrow]:
@@ -109,7 +109,7 @@ def latent(find: Finder, reading: Reading) -> Reading:
         widths = [alg.sizes[p[1][3][0]] for p in parts]
     if widths[place] != alg.sizes[narrow]:
         raise Refused("values", "values are narrower than the latent", score=0.3)
-    queries = _queries(alg, reading.operands["q"], widths)
+    queries = queries_of(alg, reading.operands["q"], widths)
     # Arrays that the program joins are proved as one, piece by piece as `_joined` does.
     proof = reading if len(parts) > len(keys.parts) else None
     if place:
@@ -131,7 +131,7 @@ def _joined(find: Finder, reading: Reading, own: Atom) -> tuple[Part, ...]:
     alg, parts = reading.algebra, reading.operands["k"].parts
     if len(parts) > 2:
         raise Refused("keys", "keys are made of more than two arrays", score=0.3)
-    name, args = _atom(alg, parts[0], "keys")
+    name, args = atom_of(alg, parts[0], "keys")
     if len(parts) == 2 or name == own[0]:
         return parts
     node = _below_layout(find, name)
@@ -189,7 +189,7 @@ def _place_of_values(alg: Algebra, parts: Sequence[Part], value: Part) -> int:
 
 def _same(alg: Algebra, keys: Part, value: Part) -> bool:
     """Whether values are the first columns of an array that keys are columns of."""
-    (name, args), (own, at) = (_atom(alg, p, "keys") for p in (keys, value))
+    (name, args), (own, at) = (atom_of(alg, p, "keys") for p in (keys, value))
     (wide,), (narrow,) = keys[1][3], value[1][3]
     if name != own or alg.sizes[wide] < alg.sizes[narrow]:
         return False
@@ -218,7 +218,7 @@ def _behind(
 ) -> tuple[Poly, Group] | None:
     """Both parts of keys as one, if they follow each other in an array."""
     try:
-        (name, args), (own, at) = (_atom(alg, p, "keys") for p in (first, other))
+        (name, args), (own, at) = (atom_of(alg, p, "keys") for p in (first, other))
     except Refused:
         return None
     (width,), (more,) = first[1][3], other[1][3]
@@ -233,7 +233,7 @@ def _behind(
     return alg.of_atom(alg.atom("leaf", name, both)), (whole,)
 
 
-def _atom(alg: Algebra, part: Part, what: str) -> Atom:
+def atom_of(alg: Algebra, part: Part, what: str) -> Atom:
     """The array that an operand is, and its index arguments.
 
     Raises:
@@ -255,7 +255,7 @@ def _atom(alg: Algebra, part: Part, what: str) -> Atom:
 
 
 # ---------------------------------------------------------------------- queries
-def _queries(alg: Algebra, q: Operand, widths: Sequence[int]) -> tuple[Operand, ...]:
+def queries_of(alg: Algebra, q: Operand, widths: Sequence[int]) -> tuple[Operand, ...]:
     """Queries in parts of some widths.
 
     Raises:

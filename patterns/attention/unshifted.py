@@ -7,7 +7,9 @@ keeps that.
 
 from __future__ import annotations
 
-from rewriter.algebra.normal_form import FALSE, TRUE, Monomial, Poly
+from collections import Counter
+
+from rewriter.algebra.normal_form import FALSE, TRUE, Poly
 from rewriter.find.reading import Refused
 from rewriter.patterns.attention.exponents import all_exponents_of
 from rewriter.patterns.attention.rows import MODERATE
@@ -90,7 +92,6 @@ def _is_bounded(softmax: Softmax, times: int = 1) -> bool:
 def _is_unshifted(softmax: Softmax, form: Poly) -> bool:
     """Whether an exponent is the scores, and nothing that cancels in the weights."""
     capped = any(x.softcap for x in softmax.qk)
-    terms: set[Monomial] = {mono for _, mono in form if mono}
     shown = [flag for flag, mono in form if mono]
     shifted = any(
         softmax.alg.both(flag, other) != FALSE
@@ -98,4 +99,19 @@ def _is_unshifted(softmax: Softmax, form: Poly) -> bool:
         if not mono and (flag == TRUE or c > -MODERATE)  # others are fills
         for other in shown
     )
-    return len(terms) == len(softmax.parts.exps) and (capped or not shifted)
+    return _is_all_counted(softmax, form) and (capped or not shifted)
+
+
+def _is_all_counted(softmax: Softmax, form: Poly) -> bool:
+    """Whether an exponent's terms are those of the weights, one by one.
+
+    Terms are told apart by the values that they are made of. A fill that a mask chooses
+    is a number in the exponent, and a factor of the mask in the weights.
+    """
+    alg = softmax.alg
+    read = lambda p: frozenset(alg.defs[leaf][1] for leaf in alg.poly_leaves(p))
+    terms = Counter(read({(TRUE, mono): 1.0}) for mono in {m for _, m in form if m})
+    exps = (alg.defs[atom][1] for atom, _ in softmax.parts.exps)
+    counted = Counter(read({(TRUE, mono): 1.0}) for mono in exps)
+    masks = {read(alg.of_bool(flag)) for flag, mono in form if not mono}
+    return terms <= counted and set(counted - terms) <= masks

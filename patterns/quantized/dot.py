@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rewriter.algebra.canonicalize.contraction import dot_arguments
@@ -29,7 +29,7 @@ from rewriter.find.reading import (
     split_digits,
     unproved,
 )
-from rewriter.ops.widening import SCALE
+from rewriter.ops.widening import BIAS, ROWS, SCALE, ZERO
 from rewriter.patterns.quantized.steps import (
     STORED,
     Joined,
@@ -90,7 +90,8 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
         raise Refused("outside", text, score=0.3)
     scaled = any(j.name == SCALE for j in above.joined)
     refused: Refused | None = None
-    for value, below in behind(find, dot.outs[0], scaled):
+    narrow = rows in few_bits(find)
+    for value, below in behind(find, dot.outs[0], scaled, narrow):
         try:
             yield _Product(find, dot, side, above, below, value).reading()
         except Refused as refusal:
@@ -135,6 +136,7 @@ class _Product:
         of_rows = {i for group in rows for i in group}
         summed = [i for i in own if i in at.summed]
         columns = [i for i in own if i not in at.summed]
+        below = self._named(ev, at.joined, of_rows, set(columns))
         if own == summed + columns:
             mode = "forward"
         elif own == columns + summed:
@@ -150,14 +152,15 @@ class _Product:
         operands = {
             "x": operand(at.of_rows, *rows, summed, dtype=g.dtype(x)),
             "w": operand(numbers, *(axes if mode == "forward" else axes[::-1])),
-            **self._joined(ev, at.joined, summed, columns, of_rows),
+            **self._joined(ev, at.joined, below, summed, columns, of_rows),
+            **self._beside(ev, at.joined, below, rows, columns),
         }
         params: dict[str, Any] = {"widen": self.above.text}
         sums = g.dtype(self.dot.outs[0])
         if not sums == g.dtype(x) == g.dtype(self.dot.ins[self.side]):
             params["sums"] = str(sums)
-        if self.below.text:
-            params["behind"] = self.below.text
+        if below.text:
+            params["behind"] = below.text
         if mode != "forward":
             params["mode"] = mode
         return Reading(
@@ -244,6 +247,7 @@ class _Product:
         self,
         ev: RegionEvaluator,
         at: Mapping[int, tuple[Index, ...]],
+        below: Steps,
         summed: list[int],
         columns: list[int],
         rows: set[int],
@@ -254,8 +258,12 @@ class _Product:
             Refused: If they vary otherwise than by groups and columns.
         """
         alg = self.find.algebra
-        every = (*self.above.joined, *self.below.joined)
-        forms = {j.name: (j, ev.poly(j.value, at[j.value])) for j in every}
+        every = (*self.above.joined, *below.joined)
+        forms = {
+            j.name: (j, ev.poly(j.value, at[j.value]))
+            for j in every
+            if j.name in (SCALE, ZERO)
+        }
         groups: list[int] = []
         for name, (_, form) in forms.items():
             ids = alg.ids(form)
@@ -276,6 +284,53 @@ class _Product:
             across = columns if ids & set(columns) else ()
             dtype = self.find.graph.dtype(j.value)
             made[f"w_{name}"] = operand(form, along, across, dtype=dtype)
+        return made
+
+    def _named(
+        self,
+        ev: RegionEvaluator,
+        at: Mapping[int, tuple[Index, ...]],
+        rows: set[int],
+        columns: set[int],
+    ) -> Steps:
+        """The steps behind the product, with the names of factors by their axes."""
+        alg, below = self.find.algebra, self.below
+        if self.dot.ins[1 - self.side] not in few_bits(self.find):
+            return below
+        ids = {j.name: alg.ids(ev.poly(j.value, at[j.value])) for j in below.joined}
+        turned = ids.get(SCALE, set()) & rows or ids.get(ROWS, set()) & columns
+        if not turned or any(j.name == SCALE for j in self.above.joined):
+            return below
+        to = {SCALE: ROWS, ROWS: SCALE}
+        text = [f"{s[0]}{to[s[1:]]}" if s[1:] in to else s for s in below.text.split()]
+        joined = (replace(j, name=to.get(j.name, j.name)) for j in below.joined)
+        return replace(below, text=" ".join(text), joined=tuple(joined))
+
+    def _beside(
+        self,
+        ev: RegionEvaluator,
+        at: Mapping[int, tuple[Index, ...]],
+        below: Steps,
+        rows: list[list[int]],
+        columns: list[int],
+    ) -> dict[str, Operand]:
+        """Scales of rows, and a bias.
+
+        Raises:
+            Refused: If they vary along other axes.
+        """
+        alg, made = self.find.algebra, {}
+        axes = {ROWS: ("x_scale", rows), BIAS: ("bias", [columns])}
+        for j in below.joined:
+            if j.name not in axes:
+                continue
+            name, own = axes[j.name]
+            form = ev.poly(j.value, at[j.value])
+            if alg.ids(form) - {i for group in own for i in group}:
+                text = f"what is joined as {j.name} varies along other axes"
+                raise Refused(name, text, score=0.3)
+            dtype = self.find.graph.dtype(j.value)
+            made[name] = operand(form, *own, dtype=dtype)
         return made
 
     def _numbers_of_a_scale(

@@ -7,7 +7,7 @@ Must hold  each step joins one value of the program to all numbers of a group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -17,7 +17,7 @@ from rewriter.algebra.normal_form import Index, OverBudget
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import Refused
 from rewriter.ops.stored import FEW_BITS
-from rewriter.ops.widening import SCALE, ZERO
+from rewriter.ops.widening import BIAS, ROWS, SCALE, ZERO
 from rewriter.program.graph import Graph, Node
 from rewriter.program.walk import values_above
 
@@ -104,7 +104,7 @@ class Joined:
     """An array that a step joins to the numbers.
 
     Attributes:
-        name: ``"scale"`` or ``"zero"``.
+        name: ``"scale"``, ``"zero"``, ``"rows"`` or ``"bias"``.
         value: The operand of the equation.
         leaf: The array below its layout.
         at: The equation.
@@ -284,42 +284,39 @@ def moved_below(
     return args
 
 
-def behind(find: Finder, product: int, scaled: bool) -> Iterator[tuple[int, Steps]]:
+def behind(
+    find: Finder, product: int, scaled: bool, narrow: bool = False
+) -> Iterator[tuple[int, Steps]]:
     """Results below a product, with the steps to each; those that reach furthest first.
 
     Args:
         find: The search.
         product: The product of rows and a matrix.
         scaled: Whether the matrix has scales already: there is then no other one.
+        narrow: Whether rows are numbers of few bits too. Then they may have scales, and
+            a bias may be added.
     """
     g, value = find.graph, product
+    left = [SCALE] * (not scaled) + [ROWS, BIAS] * narrow
     text: list[str] = []
     joined: list[Joined] = []
     nodes: list[tuple[Node, int]] = []
     made: list[tuple[int, Steps]] = [(product, Steps(product, "", (), ()))]
     while len(nodes) < REACH:
-        users = g.users(value)
-        if len(users) != 1 or value in g.results or len(users[0].outs) != 1:
+        node = _only_user(find, value, product)
+        if node is None:
             break
-        (node,) = users
         (new,) = node.outs
-        if not same_body(find, node, g.node_of(product)):
-            break
         ends = False
         if node.prim == "convert_element_type":
             if not jnp.issubdtype(g.dtype(new), jnp.floating):
                 break
             text.append(str(g.dtype(new)))
             ends = g.dtype(new).itemsize < g.dtype(value).itemsize or bool(joined)
-        elif node.prim in ("mul", "div") and not (scaled or joined):
-            if len(set(node.ins)) == 1 or (node.prim == "div" and node.ins[1] == value):
-                break
-            other = node.ins[1 - node.ins.index(value)]
-            step, one = join_of(find, node, other)
-            if not one:
-                break
-            text.append(step)
-            joined += one
+        elif (one := _join_behind(find, node, value, left)) is not None:
+            text.append(one[0])
+            joined += one[1]
+            left = _after(left, one[1])
             ends = True
         elif node.prim not in LAYOUT:
             break
@@ -329,6 +326,75 @@ def behind(find: Finder, product: int, scaled: bool) -> Iterator[tuple[int, Step
             steps = Steps(product, " ".join(text), tuple(joined), tuple(nodes[::-1]))
             made.append((value, steps))
     yield from reversed(made)
+
+
+def _only_user(find: Finder, value: int, product: int) -> Node | None:
+    """The only equation that reads a value, if it runs as often as the product."""
+    g, users = find.graph, find.graph.users(value)
+    if len(users) != 1 or value in g.results or len(users[0].outs) != 1:
+        return None
+    (node,) = users
+    return node if same_body(find, node, g.node_of(product)) else None
+
+
+def _join_behind(
+    find: Finder, node: Node, value: int, left: Sequence[str]
+) -> tuple[str, tuple[Joined, ...]] | None:
+    """The step of an equation that joins something to a product; None for another one.
+
+    Args:
+        find: The search.
+        node: The equation.
+        value: The product, or what is made of it.
+        left: The names of arrays that may still be joined, factors before a bias.
+    """
+    if node.prim not in ("mul", "div", "add") or len(set(node.ins)) == 1:
+        return None
+    if node.prim == "div" and node.ins[1] == value:
+        return None
+    other = node.ins[1 - node.ins.index(value)]
+    if node.prim == "mul" and {SCALE, ROWS} <= set(left):
+        pair = _factors(find, node, other)
+        if pair is not None:
+            return f"*{SCALE}*{ROWS}", pair
+    step, one = join_of(find, node, other)
+    adds = node.prim == "add"
+    fitting = [name for name in left if (name == BIAS) == adds]
+    if not one:
+        return (step, ()) if BIAS in left else None
+    if not fitting:
+        return None
+    return f"{step[0]}{fitting[0]}", (replace(one[0], name=fitting[0]),)
+
+
+def _factors(find: Finder, node: Node, other: int) -> tuple[Joined, ...] | None:
+    """The arrays whose product is as large as what it multiplies; None for others.
+
+    Args:
+        find: The search.
+        node: The equation that multiplies by the product.
+        other: The product.
+    """
+    g, made = find.graph, find.graph.node_of(other)
+    if made is None or made.prim != "mul" or len(set(made.ins)) != 2:
+        return None
+    whole = _size(g.shape(other))
+    leaves = [under_spread(find, i) for i in made.ins]
+    smaller = all(_size(g.shape(leaf)) < whole for leaf in leaves)
+    same = {g.dtype(i) for i in (*made.ins, *node.outs)} == {g.dtype(other)}
+    if not (smaller and same) or find.number(made.ins[0]) is not None:
+        return None
+    names = (SCALE, ROWS)
+    return tuple(
+        Joined(name, i, leaf, node)
+        for name, i, leaf in zip(names, made.ins, leaves, strict=True)
+    )
+
+
+def _after(left: Sequence[str], joined: Sequence[Joined]) -> list[str]:
+    """The names of arrays that may still be joined: none behind a bias."""
+    names = {j.name for j in joined}
+    return [] if BIAS in names else [name for name in left if name not in names]
 
 
 def arguments(
@@ -346,14 +412,16 @@ def arguments(
         The indices of what the steps begin with, and those of each joined value.
     """
     of_joined: dict[int, tuple[Index, ...]] = {}
-    by_node = {id(j.at): j for j in steps.joined}
+    by_node: dict[int, list[Joined]] = {}
+    for j in steps.joined:
+        by_node.setdefault(id(j.at), []).append(j)
     for node, source in steps.nodes:
         moved = ev.moved(node, value, args)
         if moved is not None:
             source, args = moved
         elif id(node) in by_node:
-            other = by_node[id(node)].value
-            of_joined[other] = ev.aligned(other, args)
+            for j in by_node[id(node)]:
+                of_joined[j.value] = ev.aligned(j.value, args)
             args = ev.aligned(source, args)
         else:
             args = ev.aligned(source, args)

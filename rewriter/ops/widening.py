@@ -9,11 +9,13 @@ real numbers, and round differently. So the steps are a parameter of an op, as t
     "float16 -8.0 /scale"             (q.astype(float16) - 8) / scale
 
 A step is a dtype to cast to, or a sign and what it joins: ``scale``, ``zero`` or a
-number. Each computes in the dtype of the step before.
+number. Each computes in the dtype of the step before. Steps behind a product may also
+join ``rows``, a factor of each row, ``bias``, or ``scale*rows``, the product of both.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -26,8 +28,18 @@ JOINS = {"*": operator.mul, "/": operator.truediv, "-": operator.sub, "+": opera
 SCALE, ZERO = "scale", "zero"
 """The names of arrays in steps."""
 
+ROWS, BIAS = "rows", "bias"
+"""Those of more arrays in steps behind a product: factors of rows, and an addend."""
 
-def applied(x: jax.Array, steps: str, scale: Any = None, zero: Any = None) -> jax.Array:
+
+def applied(
+    x: jax.Array,
+    steps: str,
+    scale: Any = None,
+    zero: Any = None,
+    rows: Any = None,
+    bias: Any = None,
+) -> jax.Array:
     """Returns an array after some steps.
 
     Args:
@@ -35,20 +47,24 @@ def applied(x: jax.Array, steps: str, scale: Any = None, zero: Any = None) -> ja
         steps: As the module says.
         scale: What ``scale`` stands for, of a shape that broadcasts to x's.
         zero: What ``zero`` stands for.
+        rows: What ``rows`` stands for.
+        bias: What ``bias`` stands for.
 
     Example:
         >>> numbers = jnp.array([3, 5], "int8")
         >>> applied(numbers, "float32 -1.0 *scale", scale=2.0).tolist()
         [4.0, 8.0]
     """
-    named = {SCALE: scale, ZERO: zero}
+    named = {SCALE: scale, ZERO: zero, ROWS: rows, BIAS: bias}
     for step in steps.split():
         sign, what = step[0], step[1:]
         if sign not in JOINS:
             x = x.astype(step)
             continue
-        other = named[what] if what in named else float(what)
-        x = JOINS[sign](x, jnp.asarray(other).astype(x.dtype))
+        names = what.split("*")
+        others = [named[n] for n in names] if names[0] in named else [float(what)]
+        cast = [jnp.asarray(other).astype(x.dtype) for other in others]
+        x = JOINS[sign](x, functools.reduce(operator.mul, cast))
     return x
 
 
@@ -107,7 +123,7 @@ def reads(steps: str, name: str) -> bool:
         >>> reads("bfloat16 *scale", "scale"), reads("bfloat16", "scale")
         (True, False)
     """
-    return any(step[1:] == name for step in steps.split())
+    return any(name in step[1:].split("*") for step in steps.split())
 
 
 def param_of(operand: str) -> str:

@@ -200,6 +200,48 @@ def test_numbers_are_those_of_float64() -> None:
         np.testing.assert_allclose(out, exact[name], rtol=0, atol=2e-3, err_msg=name)
 
 
+SOME = np.copy(MASK)
+SOME[3], SOME[5, :8] = False, False
+
+MASKS = {
+    "none": lambda s: s,
+    "added": lambda s: s + jnp.where(SOME, 0.0, -1e4),
+    "times": lambda s: s - 1e4 * ~SOME,
+    "chosen": lambda s: jnp.where(SOME, s, -1e4),
+    "two": lambda s: s + jnp.where(SOME, 0.0, -1e4) + jnp.where(BIAS > 1, -1e4, 0.0),
+    "bias": lambda s: s + BIAS,
+    "bias and mask": lambda s: s + BIAS + jnp.where(SOME, 0.0, -1e4),
+}
+"""Scores behind a mask; no maximum of other numbers may stand for their own."""
+
+SHIFTS = {
+    "none": lambda s: jnp.zeros(()),
+    "first keys": lambda s: top(s[..., :6]),
+    "last keys": lambda s: top(s[..., 9:]),
+    "first key": lambda s: s[..., :1],
+    "half": lambda s: top(s) / 2,
+    "of all heads": lambda s: top(s, (1, -1)),
+    "own": top,
+}
+
+
+@pytest.mark.parametrize("masked", MASKS)
+def test_a_shift_of_a_masked_row_keeps_what_is_finite(masked: str) -> None:
+    """Some rows see no key of those whose maximum is subtracted: 0 over 0, or inf."""
+    by_shift = {
+        n: of(m, lambda q, k: MASKS[masked](dots(q, k))) for n, m in SHIFTS.items()
+    }
+
+    def every(q, k, v):
+        return {name: fn(q, k, v) for name, fn in by_shift.items()}
+
+    fast = rewriter.optimize(every, implementation={"attention": "memory_bounded"})
+    assert len(fast.report(Q, K, V).sites) == 2  # unshifted, and by its own maximum
+    got, want = fast(Q, K, V), jax.jit(every)(Q, K, V)
+    for name, out in got.items():
+        np.testing.assert_allclose(out, want[name], atol=1e-3, err_msg=name)
+
+
 # ------------------------------------------------------------------------- losses
 LOGITS = np.random.default_rng(4).standard_normal((6, 12), np.float32)
 LABELS = np.arange(6) % 12

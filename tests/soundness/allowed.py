@@ -38,28 +38,12 @@ STABLE = {
     r"jnp\.log1p\(jnp\.exp\((\w+)\)\)": r"jnp.logaddexp(\1, 0.0)",
 }
 """How programs write what overflows, and the same that does not."""
-TOTALS = {
-    r"\(lambda s: s - jnp\.log\(jnp\.exp\(s\)\.sum\(-1, keepdims=True\)\)\)"
-    r"\((\w+) - (?:lax\.stop_gradient\()?\1\.max\(-1, keepdims=True\)\)?\)": (
-        r"(\1 - total(\1))"
-    ),
-    r"jax\.nn\.logsumexp\((\w+), -1\)": r"total(\1)[..., 0]",
-    r"jax\.nn\.logsumexp\((\w+), -1, keepdims=True\)": r"total(\1)",
-    r"jax\.scipy\.special\.logsumexp\((\w+), axis=-1\)\[:, None\]": r"total(\1)",
-    r"jax\.nn\.log_softmax\((\w+)(?:, -1)?\)": r"(\1 - total(\1))",
-    r"jnp\.log\(jax\.nn\.softmax\((\w+), -1\)\)": r"(\1 - total(\1))",
+TOP = {
     r"(\w+) - \1\.max\(-1, keepdims=True\)": (
         r"\1 - lax.stop_gradient(\1.max(-1, keepdims=True))"
-    ),
+    )
 }
-TOTAL_OF_ROWS = (
-    "wide = lambda y: y.astype(jnp.float32)",
-    "total = jax.custom_jvp(lambda y: jax.nn.logsumexp(wide(y), -1, keepdims=True))",
-    "weights = lambda y: jnp.exp(wide(y) - total(y))",
-    "total.defjvp(lambda y, t: "
-    "(total(*y), (weights(*y) * wide(*t)).sum(-1, keepdims=True)))",
-)
-"""A log-sum-exp of which gradients are made from itself."""
+"""A maximum that is subtracted. Its gradient is 0, as written by what cancels."""
 FILL = (
     r"(?:-1e9|-1e4|-1e30|-2\.0 \*\* 31|(?:0\.5 \* )?jnp\.finfo\(jnp\.float32\)\.min)"
     r"(?![\w.])"
@@ -129,17 +113,13 @@ def unrounded(program: Program) -> Program:
     return _written(program, casts if program.kind == "loss" else {})
 
 
-def by_total(program: Program) -> Program:
-    """Returns the program with gradients by the log-sum-exp of each row, as a kernel's.
+def of_fixed_top(program: Program) -> Program:
+    """Returns the program without gradients of maxima that are subtracted.
 
-    Of a row the kernel keeps that number l alone: weights are ``exp(s - l)``. Its
-    rounding counts where scores are large. A maximum that is subtracted has no
-    gradient, as that cancels.
+    They add up what others of a row have, so that both cancel to the last bit. A kernel
+    leaves them out: what rounding leaves of the others is seen.
     """
-    written = _written(program, TOTALS)
-    if written == program:
-        return program
-    return replace(written, lines=(*TOTAL_OF_ROWS, *written.lines))
+    return _written(program, TOP)
 
 
 def shifted(program: Program) -> Program:

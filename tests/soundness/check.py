@@ -173,9 +173,9 @@ class Original:
         return tolerance.with_rounding(self.others, self.of, self.program, self.own)
 
     @functools.cached_property
-    def by_total(self) -> tolerance.Variants:
-        """The same, also of gradients that are made from each row's log-sum-exp."""
-        other = allowed.by_total(self.program)
+    def of_fixed_top(self) -> tolerance.Variants:
+        """The same, also without gradients of maxima that are subtracted."""
+        other = allowed.of_fixed_top(self.program)
         return tolerance.with_rounding(self.rounded, self.of, other, self.own)
 
     @functools.cached_property
@@ -221,7 +221,7 @@ def _alone(
     if way is not FORWARD and allowed.stable(program) != program:
         before = _nan_where_rows_overflow(before, after)
     ignored = _behind_masks(original, before, after)
-    for variants in ("others", "rounded", "by_total"):  # each takes longer
+    for variants in ("others", "rounded", "of_fixed_top"):  # each takes longer
         others = getattr(original, variants)
         found = _differences(program, own, way, before, after, others, ignored)
         if not any(found):

@@ -118,8 +118,7 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
     )
     beside, shifted = map(as_is, (allowed.hiding(program), allowed.shifted(program)))
     whole = allowed.unrounded(program)
-    others = (allowed.stable(program), *map(allowed.by_total, (program, whole)))
-    right += map(as_is, {*others, whole} - {program})
+    right += map(as_is, {allowed.stable(program), whole} - {program})
     unrounded = as_is(whole)
     return Variants(
         eager, exact, right, unseen, nudged, perturbed, [], unrounded, beside, shifted

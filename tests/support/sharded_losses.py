@@ -30,9 +30,10 @@ FORCED = {
 of_chunks.DEFAULT = of_chunks.Chunk(1 << 14, least=8)
 B, T, K, V = 8, 64, 16, 1024
 draw = np.random.default_rng(0)
-X = draw.normal(size=(B, T, K)).astype("f4")
-W = draw.normal(size=(K, V)).astype("f4") / 2
-BIAS = draw.normal(size=V).astype("f4")
+rounded = lambda step, *shape: (draw.normal(size=shape) / step).round() * step
+X = rounded(1 / 4, B, T, K).astype("f4")
+W = rounded(1 / 16, K, V).astype("f4") / 2
+BIAS = rounded(1 / 16, V).astype("f4")
 LABELS = draw.integers(0, V, (B, T)).astype("i4")
 LABELS[:, ::7] = -1
 LABELS[0, :8] = [0, V // 2 - 1, V // 2, V - 1, V, 2 * V, -V, 5]
@@ -128,18 +129,25 @@ def product(x: Any, w: Any, bias: Any) -> Any:
     return x @ w
 
 
+def high(x: Any, w: Any, bias: Any) -> Any:
+    """Logits with a bias near 1,000, exact in float32."""
+    return x @ w + bias
+
+
 ALL = P(None, ("data", "model"))
 CLASSES = P("data", None, "model")
 CASES = (
-    *(Case(loss, product, brief=loss is with_z) for loss in LOSSES),
+    *(Case(loss, product) for loss in LOSSES),
     Case(picked, tied, w=P("model")),
     Case(of_totals, capped),
+    Case(smoothed, high),
+    Case(picked, high, brief=True),
     Case(with_z, product, w=ALL, rows=P(), over="v over data and model"),
     Case(picked, product, w=P("data", "model")),
     Case(one_hot, product, w=P(), asked=CLASSES, over=""),
     Case(of_totals, product, asked=CLASSES),
     Case(of_totals, product, rows=P()),
-    Case(with_z, product, w=P(None, "data"), over="v over data"),
+    Case(with_z, high, w=P(None, "data"), over="v over data"),
     Case(with_z, product, w=P("data"), over="...2 over data"),
     Case(one_hot, product, kind=AxisType.Explicit, brief=True),
     Case(smoothed, capped, kind=AxisType.Explicit),
@@ -163,8 +171,10 @@ def program(case: Case, mesh: Any) -> tuple[Any, list[Any], list[Any]]:
     specs = [case.rows, case.w, P(case.w[-1] if case.w else None), case.rows]
     weights = W.T.copy() if case.logits is tied else W
     arrays = [X, weights, BIAS, LABELS]
+    if case.logits is high:
+        arrays[2] = BIAS + np.float32(1000)
     if case.given:
-        arrays[0], specs[0] = X @ W, case.w
+        arrays[0], specs[0] = X @ W + np.float32(1000), case.w
         specs[1:3] = P(), P()
     return of_rows, arrays, specs
 

@@ -31,7 +31,12 @@ from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.kernels.shared.limits import SYMBOLIC
-from rewriter.kernels.shared.rounding import ROUND, SIXTEEN, in_float32
+from rewriter.kernels.shared.rounding import (
+    SIXTEEN,
+    Behind,
+    behind_in_float32,
+    in_float32,
+)
 from rewriter.ops.kernel import Space, Speed
 from rewriter.ops.stored import EIGHT_BITS, usual_steps
 from rewriter.ops.widening import all_columns
@@ -110,10 +115,12 @@ def forward(*, residuals: bool = False, config: Tiles, **given: Any) -> Any:
     joined = [all_columns(arrays[name], dtype, n) for name, dtype in how.dtypes]
     steps = tuple((s, names.index(x) if x in names else x) for s, x in how.steps)
     dtype = jnp.dtype(use.sums or x.dtype)
-    after = _after(use.behind, dtype.name) if dtype in (jnp.float32, x.dtype) else None
-    finished, out_dtype, scale_dtype = after or ((), "float32", None)
-    rows_behind = []
-    if scale_dtype is not None:
+    after = _after(use) if dtype in (jnp.float32, x.dtype) else None
+    finished, out_dtype, rows_behind = (), "float32", []
+    if after is not None:
+        out_dtype = after.dtype
+        finished = tuple((s, 0 if x == "scale" else x) for s, x in after.steps)
+    for _, scale_dtype in after.dtypes if after is not None else ():
         assert use.w_scale is not None
         row = use.w_scale[0].astype(scale_dtype).astype("float32")
         rows_behind.append(jnp.broadcast_to(row, (n,)))
@@ -131,36 +138,11 @@ def forward(*, residuals: bool = False, config: Tiles, **given: Any) -> Any:
     return (out, ()) if residuals else out
 
 
-def _after(
-    behind: str, dtype: str
-) -> tuple[tuple[tuple[str, Any], ...], str, str | None] | None:
-    """What follows the sums in float32: steps, the result's dtype, and the scale's.
-
-    None if the kernel does not compute it. The scale's dtype is the one in which it is
-    joined, None if it is not.
-
-    Example:
-        >>> _after("*scale", "float32")
-        ((('*', 0),), 'float32', 'float32')
-        >>> _after("float32 *scale bfloat16", "bfloat16")
-        ((('round', 'bfloat16'), ('*', 0)), 'bfloat16', 'float32')
-    """
-    steps: list[tuple[str, Any]] = []
-    held, given = dtype, None
-    for step in behind.split():
-        sign, what = step[0], step[1:]
-        if sign not in "*-+":
-            if step not in SIXTEEN | {"float32"}:
-                return None
-            steps.append((ROUND, held))
-            held = step
-            continue
-        if what == "zero" or (what == "scale" and given not in (None, held)):
-            return None
-        if what == "scale":
-            given = held
-        steps += [(ROUND, held), (sign, 0 if what == "scale" else float(what))]
-    return tuple(x for x in steps if x != (ROUND, "float32")), held, given
+def _after(use: Use) -> Behind | None:
+    """What follows the sums in float32; None if the kernel does not compute it."""
+    made = behind_in_float32(use.behind, jnp.dtype(use.sums or use.x.dtype).name)
+    signs = {sign for sign, _ in made.steps} if made is not None else {"/"}
+    return None if "/" in signs else made
 
 
 KERNEL = HOPPER.kernel(

@@ -59,7 +59,7 @@ def test_supports() -> None:
         (spec(h=96), "96 wide"),
         (spec(s=100), "100 keys"),
         (spec("float32 /scale"), "does not compute the steps"),
-        (spec(stored="int4"), "k is int4"),
+        (spec(stored="int16"), "k is int16"),
         (spec(params={"softcap": 30.0}), "softcap"),
         (spec(params={"weights": "default"}), "weights"),
         (spec(params={"empty_rows": "mean_passing"}), "gradients pass"),
@@ -81,10 +81,12 @@ def test_configs(b: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("widen", "t"), slow.first(1, [(NARROW, 2), (BEHIND, 1)], several=True)
+    ("widen", "t", "stored"),
+    slow.first(1, [(NARROW, 2, "int4"), (BEHIND, 1, "int8")], several=True),
 )
-def test_lowers_on_a_cpu(widen: str, t: int) -> None:
-    given = make(t=t, scale="bfloat16" if widen == NARROW else "float32")
+def test_lowers_on_a_cpu(widen: str, t: int, stored: str) -> None:
+    scale = "bfloat16" if widen == NARROW else "float32"
+    given = make(t=t, scale=scale, stored=stored)
     how = {"widen_k": widen, "widen_v": widen, "config": Tiles(4, 2, 2)}
     call = jax.jit(lambda x: KERNEL.forward(**x, **how))
     exported = jax.export.export(call, platforms=["cuda"])(given)
@@ -117,6 +119,8 @@ USES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "scales of tokens": ({"of": "tokens"}, {}),
     "fp8": ({"stored": "float8_e4m3fn"}, {}),
     "uint8": ({"stored": "uint8"}, {}),
+    "int4": ({"stored": "int4"}, {}),
+    "uint4": ({"stored": "uint4"}, {}),
     "a wider result": ({}, {"out_dtype": "float32"}),
     "a scale of scores": ({}, {"scale": 0.088}),
 }  # fmt: skip

@@ -132,9 +132,15 @@ def test_it_is_chosen_for_gradients_on_hopper_gpus(norm: Any) -> None:
         jax.ShapeDtypeStruct((768,), jnp.float32),
     )
     (site,) = rewriter.explain(both, target="h100", tune="off")(*narrow).sites
-    assert site.kernel == ("hopper" if norm is layer else "xla")
+    assert site.kernel == "hopper"
     (site,) = rewriter.explain(norm, target="h100", tune="off")(*narrow).sites
     assert site.kernel == "xla"
+    heads = (
+        jax.ShapeDtypeStruct((262144, 128), jnp.bfloat16),
+        given[1].update(shape=(128,)),
+    )
+    (site,) = rewriter.explain(both, target="h200", tune="off")(*heads).sites
+    assert site.kernel == ("hopper" if norm is layer else "xla")
     (site,) = rewriter.explain(both, target="a100", tune="off")(*given).sites
     assert "not a Hopper GPU" in dict(site.not_chosen)["hopper"]
     forced = {op: ["hopper", "xla"] for op in OPS}

@@ -1,4 +1,4 @@
-"""Rows that a program rounds to 8 bits before it multiplies: products stay XLA's."""
+"""Rows that a program rounds to 8 bits before it multiplies."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ GIVEN = {
     "e4": drawn((K, N), "float8_e4m3fn"),
     "e5": drawn((K, N), "float8_e5m2"),
     "s": R.uniform(0.01, 0.03, N).astype("float32"),
+    "b": R.uniform(-1, 1, N).astype("float32"),
     "norm": R.standard_normal(K).astype("float32"),
     "fw": R.standard_normal((K, N)).astype("float32"),
     "layers": drawn((2, K, K), "int8"),
@@ -69,19 +70,19 @@ def dot(x: Any, w: Any, sums: Any = I32) -> Any:
     return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=sums)
 
 
-@spelling(behind="float32 *scale")
+@spelling(behind="float32 *scale *rows")
 def scale_of_columns_first(x, w, s):
     q, m = rounded(x)
     return (dot(q, w).astype(F32) * s) * m
 
 
-@spelling()
+@spelling(behind="float32 *rows *scale bfloat16")
 def scale_of_rows_first(x, w, s):
     q, m = rounded(x)
     return (dot(q, w).astype(F32) * m * s).astype(BF)
 
 
-@spelling()
+@spelling(behind="float32 *scale*rows")
 def both_scales_at_once(x, w, s):
     q, m = rounded(x)
     return dot(q, w) * (m * s)
@@ -93,60 +94,60 @@ def one_scale_of_rows(x, w, s):
     return dot(q, w).astype(F32) * (m * s)
 
 
-@spelling(behind="float32 *scale bfloat16")
+@spelling(behind="float32 *scale bfloat16 *rows")
 def rounded_between(x, w, s):
     q, m = rounded(x)
     return (dot(q, w).astype(F32) * s).astype(BF) * m.astype(BF)
 
 
-@spelling(behind="float32 *scale")
+@spelling(behind="float32 *scale *rows")
 def by_floor(x, w, s):
     m = jnp.max(jnp.abs(x), -1, keepdims=True) / 127.5
     q = jnp.floor(x / m + 0.5)
     return dot(jnp.clip(q, -128, 127).astype(jnp.int8), w).astype(F32) * s * m
 
 
-@spelling(behind="float32 *scale")
+@spelling(behind="float32 *scale *rows")
 def from_16_bits(x, w, s):
     q, m = rounded(x.astype(BF).astype(F32))
     return dot(q, w).astype(F32) * s * m
 
 
-@spelling(behind="float32 *scale")
+@spelling(behind="float32 *scale *rows")
 def behind_a_norm(x, norm, w, s):
     x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * norm
     q, m = rounded(x)
     return dot(q, w).astype(F32) * s * m
 
 
-@spelling(behind="float32 *scale", mode="transposed")
+@spelling(behind="float32 *scale *rows", mode="transposed")
 def transposed(x, t, s):
     q, m = rounded(x)
     y = lax.dot_general(q, t, (((1,), (1,)), ((), ())), preferred_element_type=I32)
     return y.astype(F32) * s * m
 
 
-@spelling(behind="float32 *scale")
+@spelling(behind="float32 *scale *rows")
 def matrix_first(x, w, s):
     q, m = rounded(x)
     y = jnp.einsum("kn,bk->bn", w, q, preferred_element_type=I32)
     return y.astype(F32) * s * m
 
 
-@spelling(behind="float32 *scale")
+@spelling(behind="float32 *scale *rows")
 def leading_axes(x, w, s):
     q, m = rounded(x.reshape(2, 3, K))
     y = jnp.einsum("abk,kn->abn", q, w, preferred_element_type=I32)
     return y.astype(F32) * s * m
 
 
-@spelling(behind="float32 *scale")
+@spelling(behind="float32 *scale *rows")
 def in_a_jit(x, w, s):
     q, m = jax.jit(rounded)(x)
     return dot(q, w).astype(F32) * s * m
 
 
-@spelling(behind="float32 *scale")
+@spelling(behind="float32 *scale *rows")
 def layers_in_a_scan(x, layers, scales):
     def layer(x, one):
         w, s = one
@@ -156,7 +157,7 @@ def layers_in_a_scan(x, layers, scales):
     return lax.scan(layer, x, (layers, scales))[0]
 
 
-@spelling("float32", behind="*scale")
+@spelling("float32", behind="*scale *rows")
 def of_e4m3(x, e4, s):
     q, m = rounded_to(x, E4)
     return dot(q, e4, F32) * s * m
@@ -168,10 +169,81 @@ def of_e4m3_in_16_bits(x, e4, s):
     return dot(q, e4, BF) * m.astype(BF)
 
 
-@spelling("float32", behind="*scale")
+@spelling("float32", behind="*scale *rows")
 def of_e4m3_and_e5m2(x, e5, s):
     q, m = rounded_to(x, E4)
     return dot(q, e5, F32) * s * m
+
+
+@spelling(behind="float32 *scale *rows +bias bfloat16")
+def with_a_bias(x, w, s, b):
+    q, m = rounded(x)
+    return (dot(q, w).astype(F32) * s * m + b).astype(BF)
+
+
+@spelling(behind="float32 *rows +bias")
+def a_bias_first(x, w, b):
+    q, m = rounded(x)
+    return b[None] + m * dot(q, w).astype(F32)
+
+
+@spelling(behind="float32 *0.0078125 *scale *rows")
+def a_number_too(x, w, s):
+    q, m = rounded(x)
+    return dot(q, w).astype(F32) * 0.0078125 * s * m
+
+
+@spelling(behind="float32 /scale *rows")
+def over_the_scale(x, w, s):
+    q, m = rounded(x)
+    return dot(q, w).astype(F32) / s * m
+
+
+@spelling(behind="float32 *scale *rows bfloat16")
+def a_residual_is_no_bias(x, w, s):
+    q, m = rounded(x)
+    y = (dot(q, w).astype(F32) * s * m).astype(BF)
+    return y + x[:, :N].astype(BF)
+
+
+@spelling(behind="float32 *rows", mode="transposed")
+def columns_first(x, t):
+    q, m = rounded(x)
+    y = lax.dot_general(t, q, (((1,), (1,)), ((), ())), preferred_element_type=I32)
+    return y.T.astype(F32) * m
+
+
+@spelling("float32", behind="*rows +bias bfloat16")
+def of_e4m3_by_rows(x, e4, b):
+    m = jnp.max(jnp.abs(x), -1, keepdims=True) / 448
+    y = dot((x / m).astype(E4), e4, F32)
+    return (y * m + b).astype(BF)
+
+
+@spelling(behind="float32 *scale")
+def two_scales_of_columns(x, w, s, b):
+    q, _ = rounded(x)
+    return dot(q, w).astype(F32) * s * b
+
+
+@spelling("float32", behind="*scale*rows +bias bfloat16")
+def an_outer_product_of_scales(x, e4, s, b):
+    m = jnp.max(jnp.abs(x), -1) / 448
+    y = dot((x / m[:, None]).astype(E4), e4, F32) * (s[None] * m[:, None]) + b
+    return y.astype(BF)
+
+
+@spelling(behind="float32 *scale*rows", mode="transposed")
+def an_outer_product_of_a_turned_matrix(x, t, s):
+    q, m = rounded(x)
+    y = lax.dot_general(q, t, (((1,), (1,)), ((), ())), preferred_element_type=I32)
+    return y.astype(F32) * jnp.outer(m[:, 0], s)
+
+
+@spelling(behind="float32 *rows")
+def a_scale_of_single_numbers_behind(x, w, s):
+    q, m = rounded(x)
+    return dot(q, w).astype(F32) * m * jnp.outer(x[:, 0], s)
 
 
 @alike

@@ -44,6 +44,7 @@ from rewriter.kernels.attention.hopper_latent import decode as latent_decode
 from rewriter.kernels.attention.hopper_latent import kernel as latent_kernel
 from rewriter.kernels.attention.hopper_latent import merge as latent_merge
 from rewriter.kernels.cross_entropy import hopper_rows
+from rewriter.kernels.group_norm import hopper_kernel as group_norm_kernel
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
 from rewriter.kernels.norms import hopper_team as norms_team
 from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
@@ -294,7 +295,7 @@ def _wait_for_stores(left: int, wait_read_only: bool = False) -> None:
 # ------------------------------------------------------------------ products
 class Accumulator:
     def __init__(self, kind: Any):
-        self.value = np.zeros(kind.shape, np.float32)
+        self.value = np.zeros(kind.shape, kind.dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         assert index is ...
@@ -302,7 +303,7 @@ class Accumulator:
 
     def __setitem__(self, index: Any, value: np.ndarray) -> None:
         assert index is ...
-        self.value = np.array(value, np.float32)
+        self.value = np.array(value, self.value.dtype)
 
 
 def _wait_for_products(left: int) -> None:
@@ -385,11 +386,17 @@ def _row(reference: Reference, first: int, shape: tuple[int, int]) -> np.ndarray
     return np.broadcast_to(reference.view()[first : first + shape[1]], shape)
 
 
+def _column(reference: Reference, first: int, shape: tuple[int, int]) -> np.ndarray:
+    assert first % shape[0] == 0
+    assert first + shape[0] <= reference.shape[0], "no such rows"
+    return np.broadcast_to(reference.view()[first : first + shape[0], None], shape)
+
+
 def _multiply(accumulator: Accumulator, a: Any, b: Reference) -> None:
     def run() -> None:
         left = a.view() if isinstance(a, Reference) else a
-        right = b.view()
-        product = left.astype(np.float32) @ right.astype(np.float32)
+        dtype = accumulator.value.dtype
+        product = left.astype(dtype) @ b.view().astype(dtype)
         accumulator.value = accumulator.value + product
 
     HERE.products.append(run)
@@ -730,6 +737,7 @@ def simulated_ragged_dot() -> Iterator[None]:
         patch.setattr(pallas_gpu, "add_product", _add_product)
         patch.setattr(pallas_gpu, "add_product_of_rows", _add_product_of_rows)
         patch.setattr(pallas_gpu, "row", _row)
+        patch.setattr(pallas_gpu, "column", _column)
         patch.setattr(pallas_gpu, "widened", _widened)
         yield
 
@@ -802,7 +810,7 @@ def simulated_few_rows() -> Iterator[None]:
 
 @contextmanager
 def simulated_rows_of_logits() -> Iterator[None]:
-    """Within, that of log-sum-exps and gradients of rows of logits does."""
+    """Within, that of sums of exponentials and gradients of rows of logits does."""
     with _replaced((hopper_rows,), pallas_gpu) as patch:
         _replace_rows(patch)
         yield
@@ -811,7 +819,8 @@ def simulated_rows_of_logits() -> Iterator[None]:
 @contextmanager
 def simulated_norms() -> Iterator[None]:
     """Within, those of norms of rows do."""
-    with _replaced((norms_kernel, norms_team), pallas_gpu) as patch:
+    kernels = norms_kernel, norms_team, group_norm_kernel
+    with _replaced(kernels, pallas_gpu) as patch:
         _replace_rows(patch)
         yield
 

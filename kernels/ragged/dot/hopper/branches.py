@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
+from rewriter.kernels.ragged.dot.hopper.config import Tiles
 from rewriter.kernels.shared import pallas_gpu
 
 WIDE = 64
@@ -50,6 +50,31 @@ class Branch:
         """Returns the branch with other arrays, in the order of `arrays`."""
         matrices, bias, scale, within = arrays
         return replace(self, matrices=matrices, bias=bias, scale=scale, within=within)
+
+
+@dataclass(frozen=True)
+class Along:
+    """Values that a result joins to the rows or columns of a product.
+
+    Attributes:
+        values: Floats [n], or [m] padded to whole tiles: an array, or a reference.
+        rows: Whether there is one for each row.
+    """
+
+    values: Any
+    rows: bool
+
+    def block(self, row: Any, column: Any, shape: tuple[int, int]) -> Any:
+        """Returns the values for a block of a result: float32 of that shape.
+
+        Args:
+            row: The block's first row.
+            column: Its first column.
+            shape: [64, columns].
+        """
+        if self.rows:
+            return pallas_gpu.column(self.values, row, shape)
+        return pallas_gpu.row(self.values, column, shape)
 
 
 @dataclass(frozen=True)
@@ -111,29 +136,29 @@ class Side:
 def side(
     config: Tiles, branches: int, transposed: bool, stored: Any, dtype: Any
 ) -> Side:
-    """Returns the `Side` of matrices that are stored in the dtype of products.
+    """Returns the `Side` of matrices that tensor cores read as they are stored.
 
     Args:
         config: The tiles.
         branches: The number of branches that share a tile's columns.
         transposed: Whether the last axis of the matrices is summed.
         stored: Their dtype.
-        dtype: That of the rows, the same.
+        dtype: That of the rows, the same; 8-bit floats may be of two kinds.
     """
-    del stored
-    made = config.stages, config.parts, *part(config, branches, transposed)
+    made = config.stages, config.parts, *part(config, branches, transposed, dtype)
     return Side(
-        pallas_gpu.tiles(made, dtype),
+        pallas_gpu.tiles(made, stored),
         lambda memory: memory,
         lambda memory, slot, part, i, within: memory.at[slot, part],
     )
 
 
-def part(config: Tiles, branches: int, transposed: bool) -> tuple[int, ...]:
-    """Returns the shape of a warpgroup's part of a step."""
+def part(config: Tiles, branches: int, transposed: bool, dtype: Any) -> tuple[int, ...]:
+    """Returns the shape of a warpgroup's part of a step, for products of a dtype."""
+    step = pallas_gpu.columns(dtype)
     if branches > 1:
-        return config.columns // WIDE, STEP, WIDE
-    return (config.columns, STEP) if transposed else (STEP, config.columns)
+        return config.columns // WIDE, step, WIDE
+    return (config.columns, step) if transposed else (step, config.columns)
 
 
 def blocks(

@@ -1,9 +1,9 @@
 """Rows times their group's matrix, on Hopper's tensor cores.
 
 A block of threads takes tiles of the result, one after the other. Its last warpgroup
-only copies: `STEP` columns of the tile's rows, and the matrix's rows that they meet. It
-copies as shared memory becomes free, also for the next tile. The two others multiply.
-A warpgroup without rows of the group skips its parts.
+only copies: 128 bytes of each of the tile's rows, and the matrix's rows that they
+meet. It copies as shared memory becomes free, also for the next tile. The two others
+multiply. A warpgroup without rows of the group skips its parts.
 
 Rows may be multiplied by several matrices of their group in one pass. Their products
 may be combined before they are stored, as for a gated linear unit.
@@ -12,7 +12,7 @@ may be combined before they are stored, as for a gated linear unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,13 +23,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.ragged.dot.hopper import schedule
 from rewriter.kernels.ragged.dot.hopper.branches import (
+    Along,
     Branch,
     Side,
     blocks,
     pieces,
     side,
 )
-from rewriter.kernels.ragged.dot.hopper.config import REGISTERS, STEP, WARPGROUPS, Tiles
+from rewriter.kernels.ragged.dot.hopper.config import REGISTERS, WARPGROUPS, Tiles
 from rewriter.kernels.ragged.dot.hopper.owners import by_owner, free_all
 from rewriter.kernels.ragged.dot.hopper.store import scratch as stored
 from rewriter.kernels.ragged.dot.hopper.store import store
@@ -78,6 +79,8 @@ def combined(
     transposed: bool = False,
     matrices: Callable[..., Side] = side,
     groups: int = 1,
+    along: Sequence[Along] = (),
+    promoted: int = 0,
 ) -> Sequence[Array]:
     """Returns functions of each row's products with its group's matrices.
 
@@ -85,17 +88,22 @@ def combined(
 
     Args:
         name: The name of the kernel in profiles.
-        lhs: [m, k], bfloat16 or float16.
+        lhs: [m, k], bfloat16 or float16; 8-bit floats or int8, if the only branch's
+            matrices are such and transposed.
         branches: The matrices; if there are several, their tiles share the columns of
             a tile.
         n: Columns of each branch.
         group_sizes: int [g]; None if all groups have as many rows.
-        results: For each result, a function of float32 blocks of all branches.
+        results: For each result, a function of blocks of all branches, in the dtype of
+            sums, and of blocks of `along`.
         dtype: The results' dtype.
         config: The tiles.
         transposed: Whether the last axis of the only branch's matrices is summed.
         matrices: How they come into shared memory in the layout of tensor cores.
         groups: The number of groups, where all have as many rows.
+        along: What results join to rows and columns.
+        promoted: The number of steps after which sums of 8-bit floats are added to
+            float32 registers; 0 for never. Tensor cores keep 14 bits of such sums.
     """
     m, count = lhs.shape[0], len(branches)
     tiles = schedule.EqualGroups(m // groups, config.block_m, groups)
@@ -105,16 +113,19 @@ def combined(
     stored_as = branches[0].matrices.dtype
     right_side = matrices(config, count, transposed, stored_as, lhs.dtype)
     scratch = _scratch(config, count, lhs.dtype, right_side, dtype, claimed)
-    given, tree = jax.tree.flatten(([b.arrays for b in branches], table))
+    beside = [a.values for a in along]
+    given, tree = jax.tree.flatten(([b.arrays for b in branches], beside, table))
 
     def body(lhs: Any, *references: Any, **shared: Any) -> None:
         outs = references[len(given) :]
-        arrays, table = jax.tree.unflatten(tree, references[: len(given)])
+        arrays, beside, table = jax.tree.unflatten(tree, references[: len(given)])
         right = [b.of(x) for b, x in zip(branches, arrays, strict=True)]
+        joined = [replace(a, values=x) for a, x in zip(along, beside, strict=True)]
         listed = tiles if table is None else schedule.Listed(table)
         _Block(
-            config, transposed, lhs, right, right_side, listed, results, outs, shared
-        ).run()
+            config, transposed, lhs, right, right_side, listed, results, joined,
+            promoted, outs, shared,
+        ).run()  # fmt: skip
 
     wide = config.block_n // count
     return pallas_gpu.kernel(
@@ -144,12 +155,12 @@ def _scratch(
         dtype: The results' dtype.
         claimed: Whether tiles are claimed.
     """
-    pieces_ready = 1 + len(pieces(config, count))
+    step, pieces_ready = pallas_gpu.columns(given), 1 + len(pieces(config, count))
     claims = work_stealing.scratch(WARPGROUPS, 1 + schedule.FIELDS) if claimed else {}
     return {
         "left": pallas_gpu.tiles_and_rows(
-            (config.stages, config.block_m // config.rows, config.rows, STEP),
-            (config.stages, config.block_m, STEP),
+            (config.stages, config.block_m // config.rows, config.rows, step),
+            (config.stages, config.block_m, step),
             given,
         ),
         "right": right.scratch,
@@ -158,6 +169,11 @@ def _scratch(
         "free": pallas_gpu.barriers(config.stages, config.sharing),
         **claims,
     }
+
+
+def sums_of(dtype: Any) -> Any:
+    """Returns the dtype in which tensor cores sum products of numbers of a dtype."""
+    return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
 
 
 @dataclass(frozen=True)
@@ -186,6 +202,8 @@ class _Block:
     right: Side
     tiles: schedule.Listed | schedule.EqualGroups
     results: Sequence[Callable[..., Any]]
+    along: Sequence[Along]
+    promoted: int
     outs: Sequence[Any]
     shared: dict[str, Any]
 
@@ -196,9 +214,14 @@ class _Block:
         warpgroups.divide(warpgroup < WARPGROUPS, compute, self.copy, REGISTERS)
 
     @property
+    def step(self) -> int:
+        """The extent of a step along the summed axis: 128 bytes."""
+        return pallas_gpu.columns(self.lhs.dtype)
+
+    @property
     def steps(self) -> int:
         """The number of steps of a tile with rows."""
-        return self.lhs.shape[1] // STEP
+        return self.lhs.shape[1] // self.step
 
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``body(tile, step)`` for this block's tiles.
@@ -236,14 +259,14 @@ class _Block:
     # ------------------------------------------------------------------ copying
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
-        config, x = self.config, self.shared
+        config, x, size = self.config, self.shared, self.step
         _, left = x["left"]
 
         def one(tile: _Tile, step: Any) -> None:
             def part(i: Any, _: Any) -> None:
                 slot = self.slot(step + i)
                 plgpu.barrier_wait(x["free"].at[slot])
-                along = pl.ds(pl.multiple_of(i * STEP, STEP), STEP)
+                along = pl.ds(pl.multiple_of(i * size, size), size)
                 plgpu.copy_gmem_to_smem(
                     self.lhs.at[pl.ds(tile.row, config.block_m), along],
                     left.at[slot], self.ready(tile, slot),
@@ -252,8 +275,8 @@ class _Block:
                     branch = self.branches[piece.branch]
                     group, summed = tile.group, along
                     if branch.split:
-                        first = (tile.group * self.steps + i) * STEP
-                        summed = pl.ds(pl.multiple_of(first, STEP), STEP)
+                        first = (tile.group * self.steps + i) * size
+                        summed = pl.ds(pl.multiple_of(first, size), size)
                         group = 0
                     column = branch.first + piece.column
                     first = pl.multiple_of(tile.column + column, 64)
@@ -283,7 +306,8 @@ class _Block:
             rows = tile.rows - row
 
             def some(height: int) -> None:
-                sums = self.product(tile, step, above, before, height)
+                product = self.promoted_sums if self.promoted else self.product
+                sums = product(tile, step, above, before, height)
                 first = tile.column + column
                 for out, result in zip(self.outs, self.results, strict=True):
 
@@ -291,7 +315,8 @@ class _Block:
                         of_branches = blocks(
                             sums, self.branches, i, j, wide, first, tile.group
                         )
-                        return result(*of_branches)
+                        at = tile.row + row + i, first + j, (64, wide)
+                        return result(*of_branches, *(a.block(*at) for a in self.along))
 
                     store(
                         block, (height, columns), self.shared["stored"], warpgroup, out,
@@ -341,7 +366,7 @@ class _Block:
     def product(
         self, tile: _Tile, step: Any, above: Any, before: Any, height: int
     ) -> Any:
-        """Returns the first rows of a warpgroup's part: float32, in registers."""
+        """Returns the first rows of a warpgroup's part, in registers."""
         config, x = self.config, self.shared
         left, _ = x["left"]
 
@@ -375,7 +400,7 @@ class _Block:
         if len(self.branches) == 1:
             made = pl.run_scoped(
                 lambda sums: lax.optimization_barrier(of_one(sums)),
-                plgpu.ACC(shape, jnp.float32),
+                plgpu.ACC(shape, sums_of(self.lhs.dtype)),
             )
         else:
             made = added(pallas_gpu.add_product, pallas_gpu.zeros(shape))
@@ -384,3 +409,36 @@ class _Block:
         if config.behind:
             pallas_gpu.when(tile.steps > 0)(lambda: free(tile.steps - 1))
         return made
+
+    def promoted_sums(
+        self, tile: _Tile, step: Any, above: Any, before: Any, height: int
+    ) -> Any:
+        """Returns the same, with sums of some steps added up in float32 registers."""
+        count, shape = self.promoted, (height, self.config.columns)
+        left, _ = self.shared["left"]
+
+        def free(at: Any) -> None:
+            plgpu.barrier_arrive(self.shared["free"].at[self.slot(at)])
+
+        def some(first: Any, sums: Any) -> Any:
+            for i in range(count):
+                slot = self.slot(first + i)
+                plgpu.barrier_wait(self.ready(tile, slot))
+                right = self.right.taken(self.shared["right"], slot, before, i, ())
+                right = right.transpose((1, 0)) if self.transposed else right
+                plgpu.wgmma(sums, left.at[slot, above, pl.ds(0, height)], right)
+                if i:
+                    plgpu.wgmma_wait(1)
+                    free(first + i - 1)
+            return sums[...]
+
+        def part(i: Any, total: Any) -> Any:
+            first = step + i * count
+            made = pl.run_scoped(
+                lambda sums: some(first, sums), plgpu.ACC(shape, jnp.float32)
+            )
+            free(first + count - 1)
+            return total + made
+
+        parts = lax.div(tile.steps, jnp.int32(count))
+        return lax.fori_loop(0, parts, part, pallas_gpu.zeros(shape))

@@ -59,7 +59,7 @@ def side(
         steps: What is joined to the numbers, see `pallas_gpu.widened`. Arrays are named
             by their place in `Branch.within`.
     """
-    shape = part(config, branches, transposed)
+    shape = part(config, branches, transposed, dtype)
     scratch = {
         "narrow": pallas_gpu.tiles((config.stages, config.parts, *shape), stored),
         "wide": pallas_gpu.tiles((WARPGROUPS, PLACES, *shape), dtype),

@@ -237,7 +237,34 @@ REACHES: dict[str, tuple[Callable[..., Any], tuple[int | None, int | None]]] = {
     ),
     "halves": (lambda x, i, j: jnp.where(j // 2 <= i, relu(x), 0), (None, None)),
     "scores decide": (lambda x, i, j: jnp.where(x > j - i, relu(x), 0), (None, None)),
+    "bytes": (
+        lambda x, i, j: sigmoid(x) * (i.astype("u1") >= j.astype("u1")), (None, 0),
+    ),
+    "halves of 16 bits": (
+        lambda x, i, j: sigmoid(x) * (i.astype("f2") >= j.astype("f2")), (None, 0),
+    ),
 }  # fmt: skip
+
+WRAPPED: dict[str, Callable[[Any, Any], Any]] = {
+    "distance in bytes": lambda i, j: away(i, j, "uint8") >= 1,
+    "size in bytes": lambda i, j: ~(abs(away(i, j, "uint8")) < 1),
+    "distance in 16 bits": lambda i, j: away(i, j, "uint16") < 3,
+    "distance in 32 bits": lambda i, j: away(i, j, "uint32") > 2,
+    "distance, turned": lambda i, j: away(j, i, "uint32") <= 4,
+    "beyond bytes": lambda i, j: (i * 16).astype("int8") >= (j * 16).astype("int8"),
+    "times in bytes": lambda i, j: away(i, j, "int8") * jnp.int8(50) <= 0,
+    "plus in bytes": lambda i, j: i.astype("int8") + jnp.int8(120) >= j.astype("int8"),
+    "negative bytes": lambda i, j: -i.astype("uint8") <= -j.astype("uint8"),
+    "rounded": lambda i, j: (i * 99).astype("bfloat16") >= (j * 99).astype("bfloat16"),
+    "rounded halves": lambda i, j: (i * 999).astype("f2") >= (j * 999).astype("f2"),
+    "rounded sum": lambda i, j: (i + 1000).astype("bfloat16") > (j + 999).astype("f4"),
+}
+"""Masks of positions that do not fit into their dtype, or round in it."""
+
+
+def away(i: Any, j: Any, dtype: str) -> Any:
+    """The distance of a key behind its query, in a dtype that may wrap around."""
+    return i.astype(dtype) - j.astype(dtype)
 
 
 @pytest.mark.parametrize("name", REACHES)
@@ -251,6 +278,27 @@ def test_blocks_that_are_zero_are_skipped(name: str) -> None:
 
     (site,) = rewriter.explain(f)(scores.Q, scores.K, scores.V).sites
     assert reach(site.params["score"], T, S) == want
+
+
+@pytest.mark.parametrize("kind", ["multiplied", "chosen"])
+@pytest.mark.usefixtures("quickly")
+def test_positions_that_wrap_around_hide_what_the_program_hides(kind: str) -> None:
+    hide = lambda w, m: w * m if kind == "multiplied" else jnp.where(m, w, 0)
+
+    def f(q: Any, k: Any, v: Any) -> dict[str, Any]:
+        i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
+        w = sigmoid(jnp.einsum("btnh,bsnh->bnts", q, k))
+        apart = {n: hide(w, mask(i, j)) for n, mask in WRAPPED.items()}
+        return {n: jnp.einsum("bnts,bsnh->btnh", x, v) for n, x in apart.items()}
+
+    arrays = scores.Q, scores.K, scores.V
+    fast = rewriter.optimize(f, implementation=FORCED)
+    assert len(fast.report(*arrays).sites) == len(WRAPPED)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
+        fast(*arrays),
+        f(*arrays),
+    )
 
 
 # ------------------------------------------------------------------------- look-alikes
