@@ -107,7 +107,7 @@ def _changed(body: Any, known: Mapping[Any, Made]) -> Any:
         eqn = _jax.reading(left.pop(), same)
         instead = _opened(eqn, known)
         if instead is None and done.isdisjoint(eqn.outvars):
-            instead = _simpler(eqn, fills)
+            instead = None if _counts_for(eqn, left) else _simpler(eqn, fills)
             done.update(eqn.outvars)
         if instead is not None:
             left += reversed(instead[0])
@@ -204,6 +204,22 @@ def _numbers(steps: Any, first: Any, by: int, start: Any) -> Any:
     steps = steps.astype(first.dtype)
     steps = steps if by == 1 else steps * by
     return steps if start is not None and int(start) == 0 else steps + first
+
+
+def _counts_for(eqn: Any, others: Sequence[Any]) -> bool:
+    """Whether a loop makes positions for the steps of a loop behind it.
+
+    That one goes back over the steps of a third one, which counts them too.
+    """
+    if _jax.call_kind(eqn) != "scan":
+        return False
+    loop = loop_of(0, eqn)
+    made = eqn.outvars[loop.n_carry :]
+    if not loop.n_carry or any(len(v.aval.shape) > 1 for v in made):
+        return False
+    behind = (loop_of(0, e) for e in others if _jax.call_kind(e) == "scan")
+    read = (a for other in behind for a in other.xs if not _jax.is_literal(a))
+    return not set(made).isdisjoint(read)
 
 
 def _read_in(loop: Loop) -> list[int]:
