@@ -224,7 +224,13 @@ from rewriter._jax.shard_map import (
     is_parts as is_parts,
 )
 from rewriter._jax.shard_map import (
+    is_typed_part as is_typed_part,
+)
+from rewriter._jax.shard_map import (
     manual_axes as manual_axes,
+)
+from rewriter._jax.shard_map import (
+    mapped as mapped,
 )
 from rewriter._jax.shard_map import (
     parts_of as parts_of,
@@ -240,6 +246,12 @@ from rewriter._jax.types import (
 )
 from rewriter._jax.types import (
     in_one_mesh as in_one_mesh,
+)
+from rewriter._jax.types import (
+    on_explicit_axes as on_explicit_axes,
+)
+from rewriter._jax.types import (
+    partly_manual_mesh as partly_manual_mesh,
 )
 from rewriter._jax.types import (
     same_types as same_types,

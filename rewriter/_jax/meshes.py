@@ -12,7 +12,7 @@ from jax._src import config, core, linear_util
 from jax._src.state.types import AbstractRef
 from jax.interpreters import partial_eval
 
-from rewriter._jax.types import explicit_mesh, weakly_typed
+from rewriter._jax.types import explicit_mesh, partly_manual_mesh, weakly_typed
 
 
 def trace_flat(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
@@ -69,18 +69,18 @@ def in_mesh_of(avals: Sequence[Any]) -> Any:
     return jax.sharding.use_abstract_mesh(mine)
 
 
-def _struct_in_part(aval: Any) -> jax.ShapeDtypeStruct:
-    if not aval.mat.varying:
+def _struct_in_place(aval: Any) -> jax.ShapeDtypeStruct:
+    if aval.sharding.mesh.empty:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, sharding=aval.sharding, manual_axis_type=aval.mat
-    )
+    more = {"manual_axis_type": aval.mat} if aval.mat.varying else {}
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding, **more)
 
 
 def is_on_mesh(avals: Sequence[Any]) -> bool:
     """Whether types state where values are placed, or the code is one device's part."""
     return (
         explicit_mesh(avals) is not None
+        or partly_manual_mesh(avals) is not None
         or bool(jax.sharding.get_abstract_mesh().manual_axes)
         or any(a.mat.varying for a in avals)
     )
@@ -93,21 +93,21 @@ def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """
     if not is_on_mesh(avals):
         return trace_flat(fn, avals)
-    mesh = explicit_mesh(avals)
-    if mesh is None and jax.sharding.get_abstract_mesh().manual_axes:
-        return _placed(fn, list(map(_struct_in_part, avals)), avals)
-    if mesh is None:
+    stated = explicit_mesh(avals) or partly_manual_mesh(avals)
+    around = jax.sharding.get_abstract_mesh()
+    if stated is None and around.manual_axes:
+        here = contextlib.nullcontext()
+    elif stated is None:
         parts = next(a.sharding.mesh for a in avals if a.mat.varying)
-        with _in_parts(parts):
-            return _placed(fn, list(map(_struct_in_part, avals)), avals)
-    structs = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype)
-        if a.sharding.mesh.empty
-        else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
-        for a in avals
-    ]
-    with jax.sharding.use_abstract_mesh(mesh):
-        return _placed(fn, structs, avals)
+        here = _in_parts(parts)
+    elif stated == around:
+        here = contextlib.nullcontext()
+    elif stated.manual_axes:
+        here = _in_parts(stated, any(a.mat.varying for a in avals))
+    else:
+        here = jax.sharding.use_abstract_mesh(stated)
+    with here:
+        return _placed(fn, list(map(_struct_in_place, avals)), avals)
 
 
 def _placed(
@@ -161,13 +161,18 @@ def _joined_spec(
 
 
 @contextlib.contextmanager
-def _in_parts(mesh: Any) -> Iterator[None]:
-    """A context as inside of the `jax.shard_map` whose mesh types of values state."""
+def _in_parts(mesh: Any, typed: bool = True) -> Iterator[None]:
+    """A context as inside of the `jax.shard_map` whose mesh types of values state.
+
+    Args:
+        mesh: The mesh.
+        typed: Whether types say what values vary over.
+    """
     manual = [(a, mesh.shape[a]) for a in mesh.manual_axes]
     with (
         jax.sharding.use_abstract_mesh(mesh),
         core.extend_axis_env_nd(manual),
-        config._check_vma(True),  # types say what values vary over
+        config._check_vma(typed),
     ):
         yield
 

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import core
+from jax._src import config, core
 
 from rewriter._jax.programs import new_var
 from rewriter._jax.values import is_drop
+
+
+def mapped(
+    fn: Callable[..., Any], mesh: Any, in_specs: Sequence[Any], out_specs: Any
+) -> Callable[..., Any]:
+    """The function of each device's part, as a function of whole arrays.
+
+    Args:
+        fn: The function.
+        mesh: The devices. If some of its axes are manual, the code is inside of the
+            `jax.shard_map` that made them so, and the function is mapped over the rest.
+        in_specs: How its operands are split.
+        out_specs: How its result is.
+    """
+    specs = {"in_specs": tuple(in_specs), "out_specs": out_specs}
+    if not mesh.manual_axes:
+        return jax.shard_map(fn, mesh=mesh, **specs)
+    rest = set(mesh.axis_names) - set(mesh.manual_axes)
+    typed, around = is_typed_part(mesh), jax.sharding.get_abstract_mesh()
+    return jax.shard_map(fn, mesh=around, axis_names=rest, check_vma=typed, **specs)
+
+
+def is_typed_part(mesh: Any) -> bool:
+    """Whether code is in a `jax.shard_map` where types say what values vary over.
+
+    Args:
+        mesh: The mesh as the code sees it.
+    """
+    return bool(mesh.manual_axes) and config._check_vma.value
 
 
 def manual_axes(eqn: Any) -> tuple[frozenset[str], dict[str, int]]:

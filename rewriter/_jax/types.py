@@ -84,6 +84,33 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
     return next((m for m in meshes if explicit in m.axis_types), None)
 
 
+def on_explicit_axes(spec: Any, mesh: Any) -> Any:
+    """What types state of a placement: how it uses the explicit axes of its mesh.
+
+    Example:
+        >>> from jax.sharding import AbstractMesh, AxisType
+        >>> kinds = AxisType.Explicit, AxisType.Auto
+        >>> mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=kinds)
+        >>> on_explicit_axes(jax.P("model", ("data", "model")), mesh)
+        P(None, 'data')
+    """
+
+    def kept(axes: Any) -> Any:
+        axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        named = tuple(a for a in axes if a in mesh.explicit_axes)
+        return named[0] if len(named) == 1 else named or None
+
+    return jax.P(*map(kept, spec))
+
+
+def partly_manual_mesh(avals: Sequence[Any]) -> Any:
+    """The mesh of which `jax.shard_map` made some axes manual, but not all; or None."""
+    meshes = (a.sharding.mesh for a in avals if hasattr(a, "sharding"))
+    return next(
+        (m for m in meshes if m.manual_axes and not m.are_all_axes_manual), None
+    )
+
+
 def in_one_mesh(first: Any, second: Any) -> bool:
     """Whether two types are of one mesh, its axes of the same kinds."""
     meshes = [a.sharding.mesh for a in (first, second) if hasattr(a, "sharding")]
@@ -95,6 +122,7 @@ def stated(avals: Sequence[Any]) -> tuple[Any, ...]:
     """A key of how types place values, and of what they vary over; () if not at all."""
     varying = tuple(a.mat.varying for a in avals)
     varying = varying if any(varying) else ()
-    if explicit_mesh(avals) is None:
+    mesh = explicit_mesh(avals) or partly_manual_mesh(avals)
+    if mesh is None:
         return varying
-    return (*varying, *(tuple(a.sharding.spec) for a in avals))
+    return (*varying, mesh, *(tuple(a.sharding.spec) for a in avals))

@@ -272,7 +272,8 @@ def _call(
         operands = {k: v for k, v in given.items() if k in names}
         params = {k: v for k, v in given.items() if k not in names} | {**proved}
         if isinstance(shards, Shards):
-            return spread(op, shards, operands, {**op.defaults, **params}, bind)
+            both = p.backward is not None
+            return spread(op, shards, operands, {**op.defaults, **params}, bind, both)
         return bind(operands, params)
 
     return call

@@ -7,7 +7,7 @@ program. The equations of a cached trace are handed on as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -74,15 +74,23 @@ class _HoldsArrays(Exception):
 
 
 def _key(op: Op, operands: Operands, params: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The cache key of a trace; the last part selects the default number types."""
+    """The cache key of a trace; the last part is what JAX has set around it."""
     shapes = tuple((k, v.shape, v.dtype) for k, v in operands.items())
     every = tuple(sorted({**op.defaults, **params}.items()))
-    return op, shapes, every, jax.config.jax_enable_x64
+    return op, shapes, every, settings()
+
+
+def settings() -> tuple[bool, Hashable]:
+    """What decides the types in a trace: the default number types, and the mesh.
+
+    Inside of `jax.shard_map` every type has the mesh around, with its kinds of axes.
+    """
+    return jax.config.jax_enable_x64, jax.sharding.get_abstract_mesh()
 
 
 @functools.lru_cache(maxsize=256)
-def _reference_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
-    del wide
+def _reference_of(op: Op, shapes: Any, params: Any, around: Any) -> ClosedJaxpr:
+    del around  # as of `settings`
     code, structs = _code(op, shapes, params), _structs(shapes)
     if op.flat:
         traced = _jax.trace_without_calls(code, structs)

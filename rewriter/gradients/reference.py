@@ -14,7 +14,7 @@ from rewriter.algebra.canonicalize import Evaluator
 from rewriter.find.check import replacement_forms, traced_forms
 from rewriter.find.match import Match
 from rewriter.find.reading import leaves_of
-from rewriter.find.reference import gradient_function
+from rewriter.find.reference import gradient_function, settings
 from rewriter.gradients.cotangents import is_float
 from rewriter.gradients.function_parameters import (
     name_results,
@@ -47,8 +47,7 @@ def traced_gradients(graph: Graph, match: Match, given: bool = False) -> Graph:
     equations = written(code)
     if equations is None:
         return Graph(_gradients(code, moving))
-    wide = bool(jax.config.jax_enable_x64)  # pyright: ignore
-    return Graph(_known_gradients(_Written(code, equations), moving, wide))
+    return Graph(_known_gradients(_Written(code, equations), moving, settings()))
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class _Written:
 
 
 @functools.lru_cache(maxsize=256)
-def _known_gradients(code: _Written, moving: tuple[int, ...], wide: bool) -> Any:
-    del wide  # the default number types
+def _known_gradients(code: _Written, moving: tuple[int, ...], around: Any) -> Any:
+    del around  # as of `settings`
     return _gradients(code.program, moving)
 
 

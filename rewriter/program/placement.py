@@ -20,8 +20,8 @@ from rewriter.program.propagation import Placement
 from rewriter.program.trace import Traced, moving, split, trace
 
 OTHER_MESHES = "its arrays are on more than one mesh"
-MIXED = "some axes of the mesh are explicit, others automatic"
-MANUAL = "some axes of the mesh are manual around it, others are not"
+SYMBOLIC = "sizes are symbolic, and JAX cannot call such a program with jax.shard_map"
+AUTOMATIC = "some axes of the mesh are manual around the function, others automatic"
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,15 @@ def _mesh_of(shardings: Sequence[Any]) -> Any:
     if any(dict(m.shape) != dict(meshes[0].shape) for m in meshes):
         return OTHER_MESHES
     kinds = {kind for m in meshes for kind in _kinds(m)}
-    if AxisType.Manual in kinds:
-        return "" if kinds == {AxisType.Manual} else MANUAL
-    if len(kinds) > 1:
-        return MIXED
-    concrete = (m for m in meshes if isinstance(m, jax.sharding.Mesh))
-    return next(concrete, meshes[0] if meshes else None)
+    if kinds == {AxisType.Manual}:
+        return ""
+    if kinds >= {AxisType.Manual, AxisType.Auto}:
+        return AUTOMATIC
+    if not meshes:
+        return None
+    first = meshes[0]  # an argument's, if any: bodies may see axes of other kinds
+    like = (m for m in meshes if m.axis_types == first.axis_types)
+    return next((m for m in like if isinstance(m, jax.sharding.Mesh)), first)
 
 
 def _kinds(mesh: Any) -> set[AxisType]:

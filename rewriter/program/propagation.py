@@ -48,11 +48,6 @@ class Placement:
         """The sizes of the mesh's axes."""
         return dict(self.mesh.shape)
 
-    @property
-    def stated(self) -> bool:
-        """Whether the types of all values state their placement."""
-        return AxisType.Explicit in self.mesh.axis_types
-
 
 class Unreadable(Exception):
     """Says why the placement of an array is unknown."""
@@ -99,9 +94,12 @@ def propagated(program: ClosedJaxpr, placement: Placement) -> dict[str, Split | 
         placement: Where its inputs are. Constants on the mesh keep their placement.
 
     Raises:
-        Unreadable: If the program cannot be lowered, or the placement of a constant is
-            unknown.
+        Unreadable: If the program cannot be lowered, the placement of a constant is
+            unknown, or a size is symbolic: XLA's partitioner takes numbers alone.
     """
+    sizes = {d for aval in program.in_avals for d in getattr(aval, "shape", ())}
+    if not all(isinstance(d, int) for d in sizes):
+        raise Unreadable("sizes are symbolic, and XLA propagates only known ones")
     module = lowered(program, placement).compiler_ir("stablehlo")
     with module.context:
         pipeline = "builtin.module(sdy-propagation-pipeline)"
@@ -130,10 +128,14 @@ def lowered(program: ClosedJaxpr, placement: Placement) -> Any:
     shardings += [_named(placement.mesh, spec) for spec in placement.inputs]
     outputs = [_named(placement.mesh, spec) for spec in placement.outputs]
     inner = _jax.without_constants(program)
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars]
+    typed = AxisType.Explicit in placement.mesh.axis_types
+    structs = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s if typed else None)
+        for v, s in zip(inner.invars, shardings, strict=True)
+    ]
     run = jax.jit(
         lambda *leaves: jaxpr_as_fun(inner)(*leaves),
-        in_shardings=tuple(shardings),
+        in_shardings=None if typed else tuple(shardings),
         out_shardings=outputs or None,
         keep_unused=True,
     )

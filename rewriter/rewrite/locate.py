@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +15,9 @@ from rewriter.find.match import Match
 from rewriter.find.reading import leaves_of
 from rewriter.find.region import Regions
 from rewriter.gradients.insertion_point import obstacle, places, read_instead
-from rewriter.ops.op import OUT
+from rewriter.ops.op import OUT, Op
 from rewriter.program.graph import Scope
-from rewriter.program.placement import MANUAL, MIXED
+from rewriter.program.placement import SYMBOLIC
 from rewriter.program.propagation import (
     Placement,
     Split,
@@ -29,11 +28,13 @@ from rewriter.program.propagation import (
 )
 from rewriter.rewrite.replace import replace
 from rewriter.rewrite.splice import Splice
-from rewriter.site.shards import NoShards, Shards, shards_of
+from rewriter.site.shards import NoShards, Shards, plain, shards_of
+from rewriter.support.dtypes import is_inexact
 
 log = logging.getLogger("rewriter.locate")
 
-ENTIRELY = "every axis of the mesh is manual around it"
+ACROSS = "a part of it is inside of jax.sharding.auto_axes, and a part is not"
+NO_LAYOUT = "its operands cannot be laid out as they are placed: "
 
 
 def located(
@@ -43,10 +44,10 @@ def located(
 
     It is ``None`` for a match that one device computes entirely.
 
-    Where the mesh's axes are explicit, types state the split. Otherwise, as inside of
-    `jax.sharding.auto_axes`, the program is written with each op's reference in place
-    of the site, and with marked operands. XLA's propagation then finds how those are
-    split.
+    Where the mesh's axes are explicit, types state the split. Where some are automatic,
+    as inside of `jax.sharding.auto_axes`, the program is written with each op's
+    reference in place of the site, and with marked operands. XLA's propagation then
+    finds how those are split. Axes that a `jax.shard_map` made manual split nothing.
 
     Args:
         regions: The walks over the program's graph.
@@ -57,24 +58,26 @@ def located(
     found: list[Shards | str | None] = [None] * len(matches)
     rest: dict[int, Match] = {}
     for index, m in enumerate(matches):
-        manual = _manual(m.node.scope) if placement is not None else ENTIRELY
-        if manual == ENTIRELY:
+        if placement is None:
             continue
         if isinstance(placement, str):
-            found[index] = placement
-        elif manual == MANUAL:
-            found[index] = MANUAL
-        elif placement is not None and _is_mixed(regions, m, placement.mesh):
-            found[index] = MIXED
-        elif placement is not None and _has_types(regions, m):
-            found[index] = _stated(regions, m, placement)
-        else:
+            entirely = _is_entirely_manual(m.node.scope)
+            found[index] = None if entirely else placement
+            continue
+        mesh = _mesh_at(regions, m, placement.mesh)
+        kinds = _kinds(mesh)
+        splits = AxisType.Auto in kinds or AxisType.Explicit in kinds
+        if splits and m.spec.symbolic:
+            found[index] = SYMBOLIC
+        elif AxisType.Auto in kinds:
             rest[index] = m
+        elif AxisType.Explicit in kinds:
+            found[index] = _stated(regions, m, mesh)
     if isinstance(placement, Placement):
         for index, shards in _propagated(regions, rest, placement).items():
             found[index] = shards
         for m, shards in zip(matches, found, strict=True):
-            log.debug("%s at %s: %s", m.op.name, m.where, shards or ENTIRELY)
+            log.debug("%s at %s: %s", m.op.name, m.where, shards or "one device's part")
     return tuple(found)
 
 
@@ -91,24 +94,47 @@ def _propagated(
                 call = _observed(m, index, seen)
                 splices.append(Splice(m, scope, position, call, key=index))
                 break
+    found: dict[int, Shards | str] = {}
+    splices = _that_can_stand(regions, splices, found)
     if not splices:
-        return {}
+        return found
     try:
         program, _ = replace(regions, splices)
         splits = propagated(program, placement)
     except Unreadable as problem:
         why = f"its placement is not known: {problem}"
         return dict.fromkeys(shapes, why)
-    found: dict[int, Shards | str] = {}
-    placement = dataclasses.replace(placement, mesh=_automatic(placement.mesh))
-    for index, seen in shapes.items():
-        m = matches[index]
+    for index in (splice.key for splice in splices):
+        m, seen = matches[index], shapes[index]
         try:
-            found[index] = _shards(m, index, seen, splits, placement)
+            mesh = _mesh_at(regions, m, placement.mesh)
+            found[index] = _shards(m, index, seen, splits, mesh)
             _require_asked(regions, m, found[index])
         except NoShards as why:
             found[index] = str(why)
     return found
+
+
+def _that_can_stand(
+    regions: Regions, splices: Sequence[Splice], found: dict[int, Shards | str]
+) -> Sequence[Splice]:
+    """The splices that can be traced; notes of the others why they are left to XLA.
+
+    JAX has no rule for some equations of arrays that are split over explicit axes.
+    """
+    try:
+        replace(regions, splices)
+    except Exception as problem:
+        if len(splices) == 1:
+            found[splices[0].key] = NO_LAYOUT + _line_of(problem)
+            return ()
+        each = (_that_can_stand(regions, [one], found) for one in splices)
+        return [one for kept in each for one in kept]
+    return splices
+
+
+def _line_of(problem: Exception) -> str:
+    return (str(problem).splitlines() or [""])[0]
 
 
 def _require_asked(regions: Regions, match: Match, shards: Shards) -> None:
@@ -131,44 +157,57 @@ def _require_asked(regions: Regions, match: Match, shards: Shards) -> None:
             raise NoShards(f"{text} {' and '.join(dict.fromkeys(more))}")
 
 
-def _automatic(mesh: Any) -> Any:
-    """The mesh as code inside of `jax.sharding.auto_axes` sees it."""
-    if AxisType.Explicit not in mesh.axis_types:
+def _mesh_at(regions: Regions, match: Match, mesh: Any) -> Any:
+    """The mesh as code at a match sees it, with the kinds that its axes have there.
+
+    Bodies of `jax.shard_map` see manual axes, and those of `jax.sharding.auto_axes`
+    automatic ones.
+
+    Args:
+        regions: The walks over the program's graph.
+        match: The match.
+        mesh: The mesh of the program's arguments.
+    """
+    here = getattr(regions.graph.avals[match.value], "sharding", None)
+    if here is not None and dict(here.mesh.shape) == dict(mesh.shape):
+        return mesh if here.mesh.axis_types == mesh.axis_types else here.mesh
+    manual = _manual(match.node.scope)
+    kinds = tuple(
+        AxisType.Manual if name in manual else AxisType.Auto for name in mesh.axis_names
+    )
+    if kinds == mesh.axis_types:
         return mesh
-    kinds = (AxisType.Auto,) * len(mesh.axis_names)
-    if isinstance(mesh, Mesh):
+    if isinstance(mesh, Mesh) and AxisType.Manual not in kinds:
         return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
 
 
-def _has_types(regions: Regions, match: Match) -> bool:
-    """Whether types state where a match's result is, on explicit axes."""
-    return _jax.explicit_mesh([regions.graph.avals[match.value]]) is not None
+def _kinds(mesh: Any) -> set[AxisType]:
+    """The kinds of a mesh's axes that have more than one device."""
+    every = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {kind for size, kind in every if size > 1}
 
 
-def _is_mixed(regions: Regions, match: Match, mesh: Any) -> bool:
-    """Whether a match is where only some axes of the program's mesh are automatic.
-
-    So it is inside of `jax.sharding.auto_axes` over a part of them.
-    """
-    here = getattr(regions.graph.avals[match.value], "sharding", None)
-    kinds = here.mesh.axis_types if here is not None else ()
-    return len(set(kinds)) > 1 and kinds != mesh.axis_types
-
-
-def _manual(scope: Scope | None) -> str:
-    """Whether a body already sees one device's part, inside a shard_map."""
-    manual: set[str] = set()
-    sizes: dict[str, int] = {}
+def _manual(scope: Scope | None) -> frozenset[str]:
+    """The axes that the shard_maps around a body made manual."""
+    manual = frozenset[str]()
     while scope is not None:
         if scope.kind == "shard_map" and scope.parent is not None:
-            own, sizes = _jax.manual_axes(scope.parent.jaxpr.eqns[scope.call])
+            own, _ = _jax.manual_axes(scope.parent.jaxpr.eqns[scope.call])
             manual |= own
         scope = scope.parent
-    if not sizes:
-        return ""
-    rest = [a for a, n in sizes.items() if n > 1 and a not in manual]
-    return MANUAL if rest else ENTIRELY
+    return manual
+
+
+def _is_entirely_manual(scope: Scope | None) -> bool:
+    """Whether a body already sees one device's part, inside a shard_map."""
+    manual = _manual(scope)
+    while scope is not None and scope.kind != "shard_map":
+        scope = scope.parent
+    if scope is None or scope.parent is None:
+        return False
+    _, sizes = _jax.manual_axes(scope.parent.jaxpr.eqns[scope.call])
+    return all(n == 1 or a in manual for a, n in sizes.items())
 
 
 def _observed(
@@ -187,7 +226,7 @@ def _observed(
     return call
 
 
-def _stated(regions: Regions, match: Match, placement: Placement) -> Shards | str:
+def _stated(regions: Regions, match: Match, mesh: Any) -> Shards | str:
     """How a match is split where the types of its operands state it."""
     graph, reading = regions.graph, match.reading
     here, names = dict(match.leaves), leaves_of(reading)
@@ -197,6 +236,8 @@ def _stated(regions: Regions, match: Match, placement: Placement) -> Shards | st
         if not instead.steps
     }
     avals = [graph.avals[placed.get(here[v], here[v])] for v in names]
+    if not all(_jax.in_one_mesh(a, graph.avals[match.value]) for a in avals):
+        return ACROSS
     own, params = set(match.op.names), {**match.op.defaults, **reading.params}
     shapes: dict[str, tuple[int, ...]] = {}
     splits: dict[str, Split | None] = {}
@@ -211,6 +252,8 @@ def _stated(regions: Regions, match: Match, placement: Placement) -> Shards | st
             shapes[name] = x.shape
             spec = () if name == OUT else jax.typeof(x).sharding.spec
             splits[name] = split_by(spec, len(x.shape))
+        if mesh.manual_axes:
+            _require_derivative(match.op, operands, params)
         return jnp.zeros(out.shape, out.dtype)
 
     def code(*arrays: jax.Array) -> jax.Array:
@@ -220,12 +263,26 @@ def _stated(regions: Regions, match: Match, placement: Placement) -> Shards | st
 
     try:
         _jax.trace_placed(code, avals)
-        return shards_of(match.op, params, shapes, splits, placement.mesh)
+        return shards_of(match.op, params, shapes, splits, mesh)
     except NoShards as why:
         return str(why)
     except Exception as problem:  # JAX has no rule for a layout of these placements
-        text = (str(problem).splitlines() or [""])[0]
-        return f"its operands cannot be laid out as they are placed: {text}"
+        return NO_LAYOUT + _line_of(problem)
+
+
+def _require_derivative(
+    op: Op, operands: Mapping[str, Any], params: Mapping[str, Any]
+) -> None:
+    """Asks JAX for the reference's derivative, which may have no rule for placements.
+
+    In a shard_map over some axes, what differentiates a site once more differentiates
+    that. See `rewriter.site.nested_shards`.
+    """
+    moving = [k for k, x in operands.items() if is_inexact(x)]
+    fixed = {k: v for k, v in operands.items() if k not in moving}
+    reference = plain(op, [*moving, *fixed], params)
+    of = lambda *arrays: reference(*arrays, *fixed.values())
+    jax.vjp(of, *(operands[k] for k in moving))
 
 
 def _shards(
@@ -233,11 +290,11 @@ def _shards(
     index: int,
     shapes: Mapping[str, tuple[int, ...]],
     splits: Mapping[str, Any],
-    placement: Placement,
+    mesh: Any,
 ) -> Shards:
     missing = [n for n in shapes if f"{index}/{n}" not in splits]
     if missing:  # its result is not used, as far as propagation sees
         raise NoShards(f"the compiler does not say where {missing[0]} is")
     here = {n: splits[f"{index}/{n}"] for n in shapes}
     params = {**match.op.defaults, **match.reading.params}
-    return shards_of(match.op, params, shapes, here, placement.mesh)
+    return shards_of(match.op, params, shapes, here, mesh)

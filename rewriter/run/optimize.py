@@ -76,7 +76,7 @@ class Optimized(Protocol):
 def optimize(fn: Callable[..., Any], /, **options: Any) -> Optimized: ...
 @overload
 def optimize(**options: Any) -> Callable[[Callable[..., Any]], Optimized]: ...
-def optimize(fn: Any = None, /, *, patterns: Any = None, **options: Any) -> Any:
+def optimize(fn: Any = ..., /, *, patterns: Any = None, **options: Any) -> Any:
     """Returns ``fn`` under ``jax.jit``, with recognised ops on better kernels.
 
     The result is a ``jax.jit`` object: ``.trace``, ``.lower``, ``.eval_shape``
@@ -106,7 +106,7 @@ def optimize(fn: Any = None, /, *, patterns: Any = None, **options: Any) -> Any:
     ours = {k: v for k, v in options.items() if k in OPTIONS}
     theirs = {k: v for k, v in options.items() if k not in OPTIONS}
     ours, user_patterns = with_patterns(ours, patterns)
-    if fn is None:
+    if fn is ...:  # a decorator with options
         return lambda fn: _optimized(fn, ours, theirs, user_patterns)
     return _optimized(fn, ours, theirs, user_patterns)
 

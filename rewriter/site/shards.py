@@ -21,6 +21,7 @@ from rewriter.ops.kernel import Spec, spec_of
 from rewriter.ops.op import OUT, Op, Part, Sharding
 from rewriter.program.propagation import Axes, Split
 from rewriter.program.propagation import spec_of as partition_spec
+from rewriter.site.nested_shards import differentiable
 
 
 class NoShards(Exception):
@@ -164,11 +165,12 @@ def _in_a_ring(
 ) -> Shards | None:
     """The split with operands passed around; None if that is impossible.
 
-    They must be split like the result, into equal parts.
+    They must be split like the result, into equal parts. The mesh's axes must be of one
+    kind.
     """
     ring = rule.ring
     axes = chosen.get(ring.rows, ()) if ring else ()
-    if ring is None or not axes:
+    if ring is None or not axes or len(set(mesh.axis_types)) > 1:
         return None
     for name in {*ring.moving} & {*ring.passed}:
         if known[name][letters[name].index(ring.letter)] != axes:
@@ -349,6 +351,7 @@ def spread(
     operands: Mapping[str, jax.Array],
     params: Mapping[str, Any],
     compute: Callable[[Mapping[str, Any], Mapping[str, Any]], jax.Array],
+    backward: bool = False,
 ) -> jax.Array:
     """Returns the op of whole operands, computed part by part.
 
@@ -358,6 +361,7 @@ def spread(
         operands: Its operands by name.
         params: Its parameters, including defaults.
         compute: ``compute(operands, params)`` computes it on one device.
+        backward: Whether its gradients are computed too.
     """
     rule = op.spread(params)
     assert rule is not None
@@ -378,22 +382,34 @@ def spread(
         return jax.lax.psum(out, shards.summed) if shards.summed else out
 
     whole = _ready(operands, shards)
-    return jax.shard_map(
-        on_device,
-        mesh=shards.mesh,
-        in_specs=tuple(spec for _, spec in shards.specs),
-        out_specs=shards.out,
-    )(*(whole[n] for n in names))
+    specs, mesh = [spec for _, spec in shards.specs], shards.mesh
+    if _jax.is_typed_part(mesh):
+        same = plain(op, names, params)
+        mapped = differentiable(on_device, same, mesh, specs, shards.out, backward)
+    else:
+        mapped = _jax.mapped(on_device, mesh, specs, shards.out)
+    return mapped(*(whole[n] for n in names))
+
+
+def plain(
+    op: Op, names: Sequence[str], params: Mapping[str, Any]
+) -> Callable[..., jax.Array]:
+    """The op in plain JAX, as a function of whole operands in an order."""
+
+    def reference(*arrays: jax.Array) -> jax.Array:
+        same = _jax.with_common_varying(arrays)
+        return op.reference(**dict(zip(names, same, strict=True)), **params)
+
+    return reference
 
 
 def _ready(operands: Mapping[str, jax.Array], shards: Shards) -> dict[str, jax.Array]:
     """The operands, prepared for a shard_map over the mesh's kind of axes."""
-    whole = dict(operands)
-    if AxisType.Explicit in shards.mesh.axis_types:  # the type must match the spec
+    whole, mesh = dict(operands), shards.mesh
+    if AxisType.Explicit in mesh.axis_types:  # the type must match the spec
         for name, spec in shards.specs:
-            whole[name] = jax.sharding.reshard(
-                whole[name], NamedSharding(shards.mesh, spec)
-            )
+            stated = _jax.on_explicit_axes(spec, mesh)
+            whole[name] = jax.sharding.reshard(whole[name], NamedSharding(mesh, stated))
         return whole
     for name, spec in shards.kept:  # otherwise every device would compute all of it
         if jnp.issubdtype(whole[name].dtype, jnp.floating):

@@ -377,11 +377,12 @@ def test_an_error_inside_a_library_has_the_users_line():
         rewriter.explain(uneven)(jnp.ones((3, 4)))
 
 
-def test_what_is_not_callable():
+@pytest.mark.parametrize("value", [3, None])
+def test_what_is_not_callable(value):
     with pytest.raises(
         RewriterError, match=r"test_optimize.py:\d+: Expected a callable"
     ):
-        rewriter.optimize(3)
+        rewriter.optimize(value)
 
 
 def test_a_function_that_does_not_trace():

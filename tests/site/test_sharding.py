@@ -61,10 +61,12 @@ def devices(count: int) -> str:
 @pytest.mark.parametrize(
     "command",
     slow.first(
-        13,
+        15,
         [
             ("mesh_grid", "11"),
             pytest.param(("mesh_grid", "1", "auto_axes"), marks=pytest.mark.once),
+            ("mixed_meshes", "101"),
+            pytest.param(("mixed_meshes", "7"), marks=pytest.mark.once),
             ("sharded_calls",),
             pytest.param(("sharded_masks",), marks=pytest.mark.once),
             pytest.param(("sharded_mask_parts",), marks=pytest.mark.once),
@@ -84,6 +86,8 @@ def devices(count: int) -> str:
     ids=[
         "some of the grid",
         "auto axes",
+        "some meshes of several kinds",
+        "meshes of several kinds",
         "calls",
         "masks",
         "parts of masks",
