@@ -231,8 +231,6 @@ def _stated(regions: Regions, match: Match, mesh: Any) -> Shards | str:
         if not instead.steps
     }
     avals = [graph.avals[placed.get(here[v], here[v])] for v in names]
-    if not all(_jax.in_one_mesh(a, graph.avals[match.value]) for a in avals):
-        return ACROSS
     own, params = set(match.op.names), {**match.op.defaults, **reading.params}
     shapes: dict[str, tuple[int, ...]] = {}
     splits: dict[str, Split | None] = {}
@@ -262,7 +260,9 @@ def _stated(regions: Regions, match: Match, mesh: Any) -> Shards | str:
     except NoShards as why:
         return str(why)
     except Exception as problem:  # JAX has no rule for a layout of these placements
-        return NO_LAYOUT + _line_of(problem)
+        result = graph.avals[match.value]
+        together = all(_jax.in_one_mesh(a, result) for a in avals)
+        return NO_LAYOUT + _line_of(problem) if together else ACROSS
 
 
 def _require_derivative(
