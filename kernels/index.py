@@ -13,6 +13,7 @@ OPS = {
     "latent_attention": "attention",
     "expanded_latent_attention": "attention",
     "paged_latent_attention": "attention",
+    "group_norm": "group_norm",
     "layer_norm": "norms",
     "rms_norm": "norms",
     "gated_linear_unit": "gated_linear_unit",

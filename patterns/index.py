@@ -62,6 +62,11 @@ PATTERNS = {
     "layer_norm": Shipped(
         "norms.read", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
     ),
+    "group_norm": Shipped(
+        "norms.read",
+        "Group norm: (x - mean x) / sqrt(var x + eps) * scale + bias of groups.",
+        "GROUP_NORM",
+    ),
     "rms_norm": Shipped(
         "norms.read", "RMS norm: x / sqrt(mean x² + eps) * scale.", "RMS_NORM"
     ),

@@ -7,12 +7,13 @@ transposed first. A product of few rows has fewer tiles than a GPU has processor
 its summed axis may be split. The parts' products are then added up behind the kernel.
 
 Sums of int8 are exact. Of sums of 8-bit floats tensor cores keep 14 bits. So these are
-added to float32 registers every `promoted` steps: after 512 products, as some of XLA's
-kernels do and others do not, or after 128 where the program asks for a high precision.
-Of 16384 positive products on an H200, sums were wrong by this much::
+added to float32 registers every `promoted` steps: after 256 products, or after 128
+where the program asks for a high precision. XLA adds them up in such registers only
+then. On an H200, sums of positive products were wrong by this much, relatively::
 
-    never      after 512      after 128      XLA      XLA, "highest"
-    0.22       0.006          0.0006         0.006    0.0006
+    products    XLA       after 512   after 256   after 128   XLA, "highest"
+    1024        0.015     0.0061      0.0021      0.0006      0.0006
+    16384       0.22      0.0061      0.0021      0.0006      0.0006
 
 Pallas takes half a second to import, so the kernel itself is imported where it is
 first traced.
@@ -29,7 +30,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.quantized_dot.eight_bits_estimate import estimate
+from rewriter.kernels.quantized_dot.eight_bits_estimate import (
+    estimate,
+    kind_of_sums,
+    margin,
+    modelled,
+    turns,
+)
 from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.ragged.dot.hopper import config as of_dot
 from rewriter.kernels.shared.hopper import PROCESSORS, by_estimate, importable
@@ -62,7 +69,7 @@ WIDE = 64
 """Columns that are stored at once."""
 
 PROMOTED = {
-    "ANY_F8_ANY_F8_F32_FAST_ACCUM": 0, None: 4,
+    "ANY_F8_ANY_F8_F32_FAST_ACCUM": 0, None: 2,
     "high": 1, "highest": 1, "ANY_F8_ANY_F8_F32": 1,
 }  # fmt: skip
 """By precision, the most steps whose products are summed in 14 bits; 0 for any."""
@@ -168,7 +175,8 @@ def default(spec: Spec, device: Device) -> Tiles:
     elif not often:
         found = APART
     else:
-        found = SHARED if often > 1 else WIDER
+        times = turns(*sizes(spec), kind_of_sums(spec))
+        found = SHARED if times[128] <= times[192] else WIDER
     return _with_parts(replace(found, promoted=often), spec)
 
 
@@ -187,7 +195,6 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
     own, often = default(spec, device), promoted(spec)
     if often:
         others = [replace(c, promoted=often) for c in (SHARED, WIDER)]
-        others += [replace(c, promoted=often // 2) for c in others if often > 1]
     else:
         others = [APART, Tiles(), Tiles(width=16), Tiles(128, 192)]
     steps = sizes(spec)[1] // STEP
@@ -320,6 +327,6 @@ def _finished(how: Behind) -> Callable[..., Any]:
 
 KERNEL = HOPPER.kernel(
     "quantized_dot", forward, None, supports,
-    Speed(by_estimate, estimate=estimate), Space(Tiles, default, configs, fits),
-    name="hopper_eight_bits",
+    Speed(by_estimate, estimate=estimate, margin=margin, modelled=modelled),
+    Space(Tiles, default, configs, fits), name="hopper_eight_bits",
 )  # fmt: skip

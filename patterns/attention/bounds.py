@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rewriter.algebra.normal_form import TRUE, Algebra, OverBudget, Poly
 from rewriter.find.reading import Group, size
@@ -70,10 +71,12 @@ def _position_factor(alg: Algebra, p: Poly, axis: Group) -> tuple[float, Poly]:
     digits = [(TRUE, ((alg.atom("iota", i), 1),)) for i in axis]
     factor = p.get(digits[-1], 0.0) if digits else 0.0
     rest, weight = dict(p), factor
+    inner: Any = 1  # the size of an index further right, which may be symbolic
     for i, digit in zip(reversed(axis), reversed(digits), strict=True):
+        weight = weight * inner if isinstance(inner, int) else math.nan
         if rest.pop(digit, 0.0) != weight:
             return 0.0, p
-        weight *= alg.sizes[i]
+        inner = alg.sizes[i]
     return factor, rest
 
 

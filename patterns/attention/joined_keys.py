@@ -163,9 +163,7 @@ def _over_all(alg: Algebra, one: _Piece, other: _Piece, count: int):
             continue
         slots = {b: (names[a], axes[a]) for a, b in pairs}
         theirs = _Renaming(alg, other, slots, alg.affine(key, 1, -sizes[0]), key)
-        mine = _Renaming(
-            alg, one, {a: (names[a], axes[a]) for a in first}, key, key
-        )
+        mine = _Renaming(alg, one, {a: (names[a], axes[a]) for a in first}, key, key)
         try:
             weights, weighed = mine.product(one.weights), mine.product(one.values)
             same = not alg.add(weights, theirs.product(other.weights), -1.0)

@@ -15,8 +15,28 @@ from rewriter.program.graph import Graph
 
 
 def affine(find: Finder, form: Form, outside: bool) -> tuple[Poly, Poly]:
-    """Reads scale and bias off the terms with and without the root."""
+    """Reads scale and bias of a norm of rows.
+
+    Raises:
+        Refused: If they vary along other axes than the normalised ones, or with
+            `outside` do not.
+    """
     alg, d = find.algebra, set(form.normalised)
+    scale, bias = terms(alg, form)
+    if not outside:
+        for name, p in (("scale", scale), ("bias", bias)):
+            _require_normalised_axes(find, name, p, d)
+    else:
+        require_outside(alg, form, scale, bias)
+    return scale, bias
+
+
+def terms(alg: Algebra, form: Form) -> tuple[Poly, Poly]:
+    """Reads scale and bias off the terms with and without the root.
+
+    Raises:
+        Refused: If one is a product of arrays.
+    """
     scale: Poly = {}
     bias: Poly = {}
     leaf = alg.atom("leaf", form.x, form.at)
@@ -30,19 +50,27 @@ def affine(find: Finder, form: Form, outside: bool) -> tuple[Poly, Poly]:
             scale = alg.add(scale, {(flag, rest): c * factor})
     for name, p in (("scale", scale), ("bias", bias)):
         _require_one_array(alg, name, p)
-        if not outside:
-            _require_normalised_axes(find, name, p, d)
-    if outside and (len(scale) != 1 or len(bias) > 1 or not alg.ids(scale) & d):
+    return scale, bias
+
+
+def require_outside(alg: Algebra, form: Form, scale: Poly, bias: Poly) -> None:
+    """Checks that a scale and bias may be applied to the op's result.
+
+    Raises:
+        Refused: If they are not one array each that varies along a normalised axis, or
+            a condition chooses among them.
+    """
+    d = set(form.normalised)
+    if len(scale) != 1 or len(bias) > 1 or not alg.ids(scale) & d:
         raise Refused("scale", "the scale varies along other axes too", score=0.4)
     chosen = any(flag != TRUE for flag, _ in scale)
     own = {alg.defs[a][1] for p in (scale, bias) for a in alg.poly_leaves(p)}
-    if outside and (chosen or form.x in own):  # what is not finite stays so, times 0
+    if chosen or form.x in own:  # what is not finite stays so, times 0
         raise Refused(
             "scale",
             "a condition selects the result, and no scale multiplies it",
             score=0.4,
         )
-    return scale, bias
 
 
 def _require_one_array(alg: Algebra, name: str, p: Poly) -> None:
@@ -78,7 +106,7 @@ def _require_normalised_axes(find: Finder, name: str, p: Poly, d: set[int]) -> N
     if (
         joined
         or of_digits
-        or (ids and not ids & d and name == "scale" and _is_parameter(find, p))
+        or (ids and not ids & d and name == "scale" and is_parameter(find, p))
     ):
         raise Refused(
             "group",
@@ -90,7 +118,7 @@ def _require_normalised_axes(find: Finder, name: str, p: Poly, d: set[int]) -> N
         raise Refused(name, f"the {name} varies along other axes too", score=0.4)
 
 
-def _is_parameter(find: Finder, p: Poly) -> bool:
+def is_parameter(find: Finder, p: Poly) -> bool:
     """A single leaf with one varying axis, such as a scale per channel.
 
     A value computed from positions alone, such as a ramp, is no parameter.

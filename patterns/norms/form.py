@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from rewriter.algebra.normal_form import Algebra, Poly
-from rewriter.find.reading import Refused
+from rewriter.algebra.normal_form import Algebra, OverBudget, Poly
+from rewriter.find.reading import Refused, flat_indices
 from rewriter.patterns.norms.normalized_value import statistics
 
 HALF = Fraction(-1, 2)
+
+CENTRED = {"layer_norm": True, "group_norm": True, "rms_norm": False}
+"""By op, whether it subtracts the mean."""
+
+OF_NUMBERS = {"masks": False}
+"""Options of proofs: gradients of a norm of n numbers have factors as n to the 1.5th
+power, and no norm has a mask."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class Form:
         base: The atom whose root divides it.
         x: The value that is normalised.
         at: The index of each axis of x.
-        axes: Positions of the normalised axes.
+        axes: Positions of the axes of which all or a part is normalised.
         normalised: Their indices.
         count: How many numbers are normalised at once.
         alpha: The factor of the sum of squares.
@@ -46,6 +53,12 @@ class Form:
 def form_of(alg: Algebra, form: Poly, op: str, x: int) -> Form:
     """The root, its statistics and the normalised axes of a form.
 
+    Args:
+        alg: The algebra of the form.
+        form: A candidate result. That of a group norm has split axes.
+        op: The op that it may be.
+        x: The value that may be normalised.
+
     Raises:
         Refused: If there is no root of squares of x, or it is another norm's.
     """
@@ -53,10 +66,14 @@ def form_of(alg: Algebra, form: Poly, op: str, x: int) -> Form:
     whole = alg.kind(base) == "sum"
     under = alg.of_atom(base) if whole else alg.thaw(alg.defs[base][1])
     squares, mean, constant, extra = statistics(alg, under, x)
-    if (mean is None) == (op == "layer_norm"):
+    if (mean is None) == CENTRED[op]:
         raise Refused("kind", f"this is not a {op}", score=0.2)
-    axes, at = _feature_axes(alg, form, base, squares, x)
-    d = tuple(at[k] for k in axes)
+    if op == "group_norm":
+        at, d = parts_of_axes(alg, form, squares[0], x)
+        axes = [k for k, a in enumerate(at) if alg.index_ids(a) & set(d)]
+    else:
+        axes, at = _feature_axes(alg, form, base, squares, x)
+        d = tuple(at[k] for k in axes)
     n = math.prod(alg.sizes[i] for i in d)
     if not isinstance(n, int):
         raise Refused("symbolic", f"a norm over a symbolic width, {n}", score=0.5)
@@ -107,7 +124,68 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
                 outer = all(at[k] == inner[k] for k in range(len(at)) if k not in axes)
                 if outer and all(isinstance(at[k], int) for k in axes):
                     return axes, at
-    text = "the root is of another array than it divides, or of another part of it, as "
-    text += "that of a group norm"
     of_all = len(axes) == len(inner)  # as optimizers take the norm of an array
-    raise Refused("axes", text, score=0.2 if of_all else 0.4)
+    raise Refused("axes", OTHER_PART, score=0.2 if of_all else 0.4)
+
+
+OTHER_PART = (
+    "the root is of another array than it divides, or of another part of it, as that "
+    "of a group norm"
+)
+
+
+def parts_of_axes(
+    alg: Algebra, form: Poly, squares: int, x: int
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The index of each axis of x in a result, and the normalised ones among them.
+
+    A group norm normalises a part of the axis of channels::
+
+        x in the result       h   w   g   c        (g, c) is the axis of channels
+        x under the root      h'  w'  g   c'       h', w' and c' are summed
+
+    Args:
+        alg: The algebra of the form.
+        form: The result, with split axes.
+        squares: The sum of squares under the root.
+        x: The value.
+
+    Raises:
+        Refused: If the sum is over another part of x.
+    """
+    _, bound, _, body = alg.defs[squares]
+    inner = alg.defs[body[0][0]][2]
+    for _, mono in form:
+        for a, e in mono:
+            if alg.kind(a) == "leaf" and alg.defs[a][1] == x and e == 1:
+                at = alg.defs[a][2]
+                pairs = zip(at, inner, strict=True)
+                parts = [_normalised(alg, *pair, bound) for pair in pairs]
+                if all(p is not None for p in parts):
+                    return at, tuple(i for part in parts for i in part)
+    raise Refused("axes", OTHER_PART, score=0.2)
+
+
+def _normalised(alg: Algebra, outer: Any, inner: Any, bound: Any) -> list[int] | None:
+    """The indices of an axis over which the statistics are; None if that is not so."""
+    try:
+        left, right = flat_indices(outer)[::-1], flat_indices(inner)[::-1]
+    except OverBudget:
+        return None
+    found: list[int] = []
+    while left and right:
+        ours, theirs = [left.pop()], [right.pop()]
+        while (n := _size(alg, ours)) != (m := _size(alg, theirs)):
+            more, run = (left, ours) if n < m else (right, theirs)
+            if not more:
+                return None
+            run.append(more.pop())
+        if set(theirs) <= set(bound):
+            found += ours
+        elif ours != theirs:
+            return None
+    return None if left or right else found
+
+
+def _size(alg: Algebra, indices: list[int]) -> Any:
+    return math.prod(alg.sizes[i] for i in indices)

@@ -76,6 +76,52 @@ def sources(find: Finder, anchor: Node) -> tuple[list[Source], Refused | None]:
     return out, None if out else miss
 
 
+def masked(find: Finder, anchor: Node) -> Refused | None:
+    """The refusal of a root of a sum in which a mask leaves out some numbers."""
+    tops = find.regions.above(anchor.ins[0], frozenset({"reduce_sum"}))
+    if not any(_is_of_some(find, node) for node in tops):
+        return None
+    text = "a mask leaves some positions out of the statistics: no op here takes it"
+    return Refused("masked", text, score=0.5)
+
+
+def _is_of_some(find: Finder, node: Node) -> bool:
+    """Whether a sum is of squares over positions, and a mask leaves out some."""
+    axes, rank = node.params["axes"], len(find.graph.shape(node.ins[0]))
+    if tuple(axes) == (rank - 1,):
+        return False
+    maker = find.graph.node_of(find.uncast(node.ins[0]))
+    if maker is None:
+        return False
+    if maker.prim == "select_n":
+        zeros = [find.number(v) == 0 for v in maker.ins[1:]]
+        kept = [v for v, zero in zip(maker.ins[1:], zeros, strict=True) if not zero]
+        return any(zeros) and any(_is_square(find, v) for v in kept)
+    return maker.prim == "mul" and any(
+        _is_square(find, a) and _is_repeated(find, b)
+        for a, b in (maker.ins, maker.ins[::-1])
+    )
+
+
+def _is_square(find: Finder, value: int) -> bool:
+    """Whether a value is a square of a difference, or of what is perhaps one."""
+    node = find.graph.node_of(find.uncast(value))
+    if node is None:
+        return False
+    whole = node.prim == "integer_pow" and node.params["y"] == 2
+    return (
+        whole
+        or node.prim == "square"
+        or (node.prim == "mul" and node.ins[0] == node.ins[1])
+    )
+
+
+def _is_repeated(find: Finder, value: int) -> bool:
+    """Whether a value is an array repeated along an axis, as a mask of positions is."""
+    node = find.graph.node_of(find.unscaled(value))
+    return node is not None and node.prim == "broadcast_in_dim"
+
+
 def _is_centred(
     find: Finder, anchor: Node, x: int, inside: frozenset[int], sums: Sequence[Node]
 ) -> tuple[bool, bool]:

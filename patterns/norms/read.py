@@ -15,32 +15,34 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
 from rewriter.algebra.normal_form import Algebra, OverBudget, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
     Reading,
     Refused,
+    flat_indices,
     leaves_of,
     operand,
     unproved,
 )
 from rewriter.find.sieve import Step
 from rewriter.patterns.norms.affine import affine, scale_and_bias
-from rewriter.patterns.norms.form import Form, form_of
+from rewriter.patterns.norms.form import CENTRED, OF_NUMBERS, Form, form_of
+from rewriter.patterns.norms.group import read_group
 from rewriter.patterns.norms.normalized_value import (
     BOUNDED,
     REDUCE,
     Source,
+    masked,
     results_below,
     sources,
 )
+from rewriter.patterns.norms.results import is_scaled_later, under_layout
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
 
 ANCHORS = frozenset({"rsqrt", "sqrt", "pow"})
-MOVED = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
 
 
 def propose_layer_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -51,6 +53,11 @@ def propose_layer_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
 def propose_rms_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of the regions below a root as an RMS norm."""
     yield from _propose(find, anchor, "rms_norm")
+
+
+def propose_group_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings of the regions below a root as a group norm."""
+    yield from _propose(find, anchor, "group_norm")
 
 
 def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
@@ -65,20 +72,57 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
         find.cache[key] = sources(find, anchor)
     found, miss = find.cache[key]
     layer = any(s.centred for s in found)
-    for source in found:
+    for source in _narrow_first(find, found) if op == "group_norm" else found:
         if source.centred != layer:
             continue  # the norm of a centred value is a layer norm
-        if layer != (op == "layer_norm"):
+        if layer != CENTRED[op]:
             return
         readings, refusal = _readings(find, anchor, op, source)
         if readings is None:
             return
         if readings:
+            if op == "group_norm":
+                _forget_groups(find, anchor)
             yield from readings
             return
         if refusal is not None and (miss is None or refusal.score > miss.score):
             miss = refusal
-    if miss is not None and miss.code not in {*BOUNDED.values()} - {BOUNDED[op]}:
+    if op == "group_norm" and not found:
+        miss = masked(find, anchor) or miss
+    if miss is not None:
+        _note(find, anchor, op, miss)
+
+
+def _narrow_first(find: Finder, found: list[Source]) -> list[Source]:
+    """Sources, with an array in front of what is only laid out and cast from it.
+
+    A kernel then reads the array, and not one of more bytes.
+    """
+    by_value = {s.x: s for s in found}
+    chosen: list[Source] = []
+    for source in found:
+        value = under_layout(find, source.x)
+        narrow = find.graph.dtype(value).itemsize < find.graph.dtype(source.x).itemsize
+        if narrow and value in by_value:
+            chosen.append(by_value[value])
+        chosen.append(source)
+    return list(dict.fromkeys(chosen))
+
+
+def _forget_groups(find: Finder, anchor: Node) -> None:
+    """Forgets that a root is no layer norm's because it may be a group norm's."""
+    _, refusal = find.misses.get(("layer_norm", anchor.outs[0]), (None, None))
+    if refusal is not None and refusal.code in ("group", "unscaled", "axes"):
+        del find.misses["layer_norm", anchor.outs[0]]
+
+
+def _note(find: Finder, anchor: Node, op: str, miss: Refused) -> None:
+    """Notes why a root is not an op's, unless that is another op's to say."""
+    if op == "group_norm":
+        if miss.code in OF_GROUPS:
+            _forget_groups(find, anchor)
+            find.missed(op, anchor, miss)
+    elif miss.code not in {*BOUNDED.values()} - {BOUNDED[op]}:
         find.missed(op, anchor, miss)
 
 
@@ -87,7 +131,7 @@ def _readings(
 ) -> tuple[list[Reading] | None, Refused | None]:
     """Readings of the results below a root, largest first; None to leave it."""
     results = results_below(find, anchor, source.x)
-    if not results or any(find.done(op, v) for v in results):
+    if not results or any(find.done(o, v) for v in results for o in FIRST[op]):
         return None, None
     sides = frozenset((v, k) for v in source.inside for k in (0, 1))
     names = {source.x: source.x}
@@ -100,10 +144,11 @@ def _readings(
     )
     readings: list[Reading] = []
     refusals: list[Refused] = []
+    reader = read_group if op == "group_norm" else read
     for outside in (False, True):
         for value in results if not readings else ():
             try:
-                readings.append(read(find, ev, op, value, source, outside))
+                readings.append(reader(find, ev, op, value, source, outside))
             except Refused as refusal:
                 node = find.graph.node_of(value)
                 if node is None or not is_of_gradient(node):
@@ -121,11 +166,48 @@ def _readings(
     if bare and not readings:
         text = "an L2 norm: the sum of squares is not divided by their number"
         return [], Refused("l2", text, score=0.5)
+    if op == "layer_norm" and _is_in_group_norm(find, anchor, source, readings):
+        return [], None
     # the largest covers those inside it
     nearest = max(refusals, key=lambda refusal: refusal.score, default=None)
     if nearest is not None and _is_of_all(find, anchor, source.x):
         nearest = None
     return _useful(find, readings)[::-1], nearest
+
+
+FIRST = {
+    "rms_norm": ("rms_norm",),
+    "layer_norm": ("layer_norm",),
+    "group_norm": ("group_norm", "layer_norm"),
+}
+"""By op, those that leave nothing for it at a root where they are found."""
+
+
+def _is_in_group_norm(
+    find: Finder, anchor: Node, source: Source, readings: list[Reading]
+) -> bool:
+    """Whether layer norms without a scale are a group norm, or parts of one.
+
+    They are parts if a scale for each channel follows. They are one if the rows do not
+    lie in memory as rows: the channels, which are not normalised, stand behind.
+    """
+    if not readings or any(_arrays(r) - {"x"} or r.times for r in readings):
+        return False
+    last = max(r.value for r in readings)
+    turned = any(_is_transposed(r) for r in readings)
+    if not turned and not is_scaled_later(find, last):
+        return False
+    others, _ = _readings(find, anchor, "group_norm", source)
+    return any(r.value > last or turned for r in others or ())
+
+
+def _is_transposed(reading: Reading) -> bool:
+    """Whether the axes of x are in another order than in the program's array."""
+    alg = reading.algebra
+    ((x, groups),) = reading.operands["x"].parts
+    (leaf,) = alg.poly_leaves(x)
+    at = [i for a in alg.defs[leaf][2] for i in flat_indices(a)]
+    return at != [i for group in groups for i in group]
 
 
 def _useful(find: Finder, readings: list[Reading]) -> list[Reading]:
@@ -221,6 +303,7 @@ def read(
         groups,
         operands,
         params,
+        check_options=OF_NUMBERS,
         notes=tuple(sorted(ev.notes)),
         times=times,
         plus=plus,
@@ -279,22 +362,13 @@ def _require_whole_scale(find: Finder, value: int, form: Form, scale: Poly) -> N
             "group", "the scale varies along some of the normalised axes only: "
             "a group norm", score=0.6,
         )  # fmt: skip
-    if c is not None and _is_scaled_later(find, value):
+    if c is not None and is_scaled_later(find, value):
         raise Refused(
             "unscaled",
             "several axes are normalised and scaled otherwise: "
             "a group, instance or batch norm",
             score=0.6,
         )
-
-
-def _is_scaled_later(find: Finder, value: int) -> bool:
-    """Whether a result is multiplied by an array, such as its own scale."""
-    same = [value, *find.regions.chain(value, lambda n: n.prim in MOVED)]
-    factors = [
-        i for v in same for n in find.graph.users(v) if n.prim == "mul" for i in n.ins
-    ]
-    return any(i not in same and find.number(i) is None for i in factors)
 
 
 def _plain(a: Any) -> Any:
@@ -304,8 +378,12 @@ def _plain(a: Any) -> Any:
     raise Refused("axes", text, score=0.4)
 
 
+OF_GROUPS = frozenset({"group", "masked"})
+"""Codes of refusals that are of group norms, and not of layer norms."""
+
 STEPS = (Step(REDUCE), Step(ANCHORS))
 PATTERN = ReaderPattern("layer_norm", ANCHORS, propose_layer_norm, STEPS)
+GROUP_NORM = ReaderPattern("group_norm", ANCHORS, propose_group_norm, STEPS)
 RMS_NORM = ReaderPattern(
     "rms_norm", ANCHORS, propose_rms_norm, STEPS, above=frozenset({"sub"})
 )

@@ -117,9 +117,9 @@ class _Keys:
         save products of the first run's steps.
         """
         node, k = self.graph.producer.get(value, (None, 0))
-        if node is not None and node.prim == "iota" and not how[1]:
-            if len(self.graph.shape(value)) == 1:
-                return self._number(("count", 0, 1, str(self.graph.dtype(value))))
+        counts = node is not None and node.prim == "iota" and not how[1]
+        if counts and len(self.graph.shape(value)) == 1:
+            return self._number(("count", 0, 1, str(self.graph.dtype(value))))
         if node is None or node.prim != "scan":
             return self._number(("step", value))
         _, _, n_carry, length = _jax.scan_parts(node.eqn)

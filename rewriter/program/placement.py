@@ -20,6 +20,7 @@ from rewriter.program.propagation import Placement
 from rewriter.program.trace import Traced, moving, split, trace
 
 OTHER_MESHES = "its arrays are on more than one mesh"
+SYMBOLIC = "sizes are symbolic, and JAX cannot call such a program with jax.shard_map"
 AUTOMATIC = "some axes of the mesh are manual around the function, others automatic"
 
 

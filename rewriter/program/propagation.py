@@ -94,9 +94,12 @@ def propagated(program: ClosedJaxpr, placement: Placement) -> dict[str, Split | 
         placement: Where its inputs are. Constants on the mesh keep their placement.
 
     Raises:
-        Unreadable: If the program cannot be lowered, or the placement of a constant is
-            unknown.
+        Unreadable: If the program cannot be lowered, the placement of a constant is
+            unknown, or a size is symbolic: XLA's partitioner takes numbers alone.
     """
+    sizes = {d for aval in program.in_avals for d in getattr(aval, "shape", ())}
+    if not all(isinstance(d, int) for d in sizes):
+        raise Unreadable("sizes are symbolic, and XLA propagates only known ones")
     module = lowered(program, placement).compiler_ir("stablehlo")
     with module.context:
         pipeline = "builtin.module(sdy-propagation-pipeline)"

@@ -17,6 +17,7 @@ from rewriter.find.region import Regions
 from rewriter.gradients.insertion_point import obstacle, places, read_instead
 from rewriter.ops.op import OUT, Op
 from rewriter.program.graph import Scope
+from rewriter.program.placement import SYMBOLIC
 from rewriter.program.propagation import (
     Placement,
     Split,
@@ -65,7 +66,10 @@ def located(
             continue
         mesh = _mesh_at(regions, m, placement.mesh)
         kinds = _kinds(mesh)
-        if AxisType.Auto in kinds:
+        splits = AxisType.Auto in kinds or AxisType.Explicit in kinds
+        if splits and m.spec.symbolic:
+            found[index] = SYMBOLIC
+        elif AxisType.Auto in kinds:
             rest[index] = m
         elif AxisType.Explicit in kinds:
             found[index] = _stated(regions, m, mesh)

@@ -21,7 +21,6 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from rewriter import _jax
-from rewriter.ops.kernel import PLATFORMS
 from rewriter.program.placement import Later
 from rewriter.program.propagation import Placement, spec_of, split_of
 from rewriter.program.trace import Bound
@@ -150,9 +149,8 @@ for _primitive in (program_p, program_on_devices_p):
     _primitive.def_abstract_eval(_avals)
     ad.primitive_jvps[_primitive] = _jvp
     batching.primitive_batchers[_primitive] = _batched
-    for _platform in (None, *PLATFORMS):
-        # In a function of its own it would not see the computation's arguments.
-        mlir.register_lowering(_primitive, _lower, platform=_platform, cacheable=False)
+    # In a function of its own it would not see the computation's arguments.
+    mlir.register_lowering(_primitive, _lower, cacheable=False)
     _jax.check_as_written(
         _primitive, lambda deferred: functools.partial(_written, deferred)
     )

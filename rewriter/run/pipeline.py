@@ -70,6 +70,12 @@ PREPARE = (
         lambda p: p.has_losses and not p.strict,
         optional=True,
     ),
+    Pass(
+        "differences_of_softmaxes",
+        steps.multiply_softmaxes,
+        lambda p: bool(p.patterns) and {"dot_general", "exp"} <= p.primitives,
+        optional=True,
+    ),
     Pass("sums_of_rows", steps.sum_rows_first, lambda p: p.has_losses),
 )
 """The passes before the search for sites."""

@@ -25,7 +25,12 @@ from rewriter.gradients.search import search_gradients
 from rewriter.program.equal_constants import once
 from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
-from rewriter.program.prepare import masks_in_loops, masks_in_shards, sums_of_rows
+from rewriter.program.prepare import (
+    differences_of_softmaxes,
+    masks_in_loops,
+    masks_in_shards,
+    sums_of_rows,
+)
 from rewriter.program.prepare.joined_losses import join
 from rewriter.program.prepare.platform_branches import settle
 from rewriter.rewrite import replace as splicing
@@ -81,6 +86,12 @@ def make_masks_in_shards(program: Program) -> Program:
 def join_terms_of_losses(program: Program) -> Program:
     """Adds up the terms of a loss row by row, where they are means of the same rows."""
     return replace(program, closed_jaxpr=join(program.closed_jaxpr))
+
+
+def multiply_softmaxes(program: Program) -> Program:
+    """Multiplies each of several softmaxes by the values, where their sum is."""
+    made = differences_of_softmaxes.multiply_each(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=made)
 
 
 def sum_rows_first(program: Program) -> Program:

@@ -634,6 +634,25 @@ def latent_decode() -> str:
     return f"{timed}\n\nReproduce with {note}."
 
 
+def eight_bits() -> str:
+    """One row per product of 8-bit rows and matrices, in microseconds."""
+    data = json.loads(record.named("eight_bits_h200").read_text())
+    cases: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in data["results"]:
+        case = cases.setdefault((", ".join(map(str, row["m, k, n"])), row["kind"]), {})
+        if row["by"] not in case or row["us"] < case[row["by"]]["us"]:
+            case[row["by"]] = row
+    rows = [
+        (size, kind, f"{by['xla']['us']:.3g}", f"{by['hopper']['us']:.3g}",
+         f"{by['hopper']['tflops']:.0f}")
+        for (size, kind), by in cases.items()
+        if by.keys() >= {"xla", "hopper"}
+    ]  # fmt: skip
+    head = ("rows, summed, columns", "numbers", "XLA, µs", "`hopper_eight_bits`, µs")
+    note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
+    return f"{table((*head, 'TF/s'), rows)}\n\nReproduce with {note}."
+
+
 def public_suites() -> str:
     """Tests of public packages that ran under both, and how many differ."""
     data = json.loads(record.named("public_suites").read_text())
@@ -664,6 +683,7 @@ TABLES = {
     "structure": structure,
     "running": running,
     "public_suites": public_suites,
+    "eight_bits": eight_bits,
     "latent_decode": latent_decode,
     "first_example": first_example,
     "gains": gains,

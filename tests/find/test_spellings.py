@@ -100,6 +100,7 @@ SAMPLE = [
         "decode/update_slice",
         "rms/flax_linen",
         "layer/fast",
+        "group/flax_fast",
         "glu/act_silu",
         "glu/concatenated_split",
         "ragged/gate_up_down",

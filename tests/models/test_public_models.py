@@ -13,7 +13,10 @@ import pytest
 import rewriter
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
-OPS = ("attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot")
+OPS = (
+    "attention", "layer_norm", "rms_norm", "group_norm", "gated_linear_unit",
+    "ragged_dot",
+)  # fmt: skip
 FORCED = dict.fromkeys(OPS, "reference")
 
 
@@ -205,12 +208,12 @@ CASES: tuple[tuple[Callable[[], Case], dict[str, int], dict[str, Any]], ...] = (
     (linen_decode, {"attention": 1}, {}),
     (linen_layer_norm, {"layer_norm": 1}, {}),
     (linen_two_pass_bf16, {"layer_norm": 1}, {}),
-    (linen_group_norm, {}, {}),
+    (linen_group_norm, {"group_norm": 1}, {}),
     (nnx_attention, {"attention": 1}, {"window": (None, 0)}),
     (nnx_rms_norm, {"rms_norm": 1}, {}),
     (equinox_attention, {"attention": 1}, {}),
     (equinox_layer_norm, {"layer_norm": 1}, {}),
-    (equinox_group_norm, {}, {}),
+    (equinox_group_norm, {"group_norm": 1}, {}),
     (haiku_attention, {"attention": 1}, {}),
     (haiku_layer_norm, {"layer_norm": 1}, {}),
     (jax_gqa, {"attention": 1}, {"window": (None, 0)}),

@@ -429,7 +429,7 @@ def norm_before_reshaped_residual(x, scale, bias, z):
     return moments(x) * scale + bias + jnp.tanh(z).reshape(2, 64, 16)
 
 
-@case([drawn(2, 61, 32), drawn(32), drawn(32, seed=1)], layer_norm=0)
+@case([drawn(2, 61, 32), drawn(32), drawn(32, seed=1)], group_norm=1, layer_norm=0)
 def group_norm_of_one_group(x, scale, bias):
     centred = x - x.mean((1, 2), keepdims=True)
     y = centred * jax.lax.rsqrt(x.var((1, 2), keepdims=True) + 1e-6)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tests.soundness import (
     attention,
+    complex_values,
     functions,
     lookups,
     losses,
@@ -28,6 +29,7 @@ KINDS: dict[str, Callable[[int], Program]] = {
     "score": functions.program,
     "quantized": quantized.program,
     "packed": packed.program,
+    "complex": complex_values.program,
 }
 TURNS = ("mask", "operand", "mask", "norm", "mask", "operand", "norm", "unit", "ragged")
 """Kinds as they take turns; masks have most to go wrong. The others are asked for."""

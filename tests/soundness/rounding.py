@@ -151,6 +151,8 @@ ORDERS: tuple[Bind, ...] = (_bind, _backwards, _by_sign)
 
 def _off(x: Any, draw: np.random.Generator) -> Any:
     """An array whose numbers are off by their last bits."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jax.lax.complex(_off(x.real, draw), _off(x.imag, draw))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     step = BITS * float(jnp.finfo(x.dtype).eps)

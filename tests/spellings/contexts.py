@@ -84,7 +84,7 @@ def inlined_jit(fn, args):
 
 
 # With weights of their own per layer, units and grouped products are not one op.
-STACKABLE = ("attention", "rms_norm", "layer_norm")
+STACKABLE = ("attention", "rms_norm", "layer_norm", "group_norm")
 SHAREABLE = (*STACKABLE, "gated_linear_unit")
 
 

@@ -108,6 +108,14 @@ def layer_norm(x, scale=None, bias=None, *, eps=0.0):
     return out if bias is None else out + bias
 
 
+def group_norm(x, scale=None, bias=None, *, eps=0.0):
+    """x [b m g c n], centred and over its deviation in each group g of each sample."""
+    x = x - x.mean((1, 3, 4), keepdims=True)
+    out = x / np.sqrt((x * x).mean((1, 3, 4), keepdims=True) + eps)
+    out = out if scale is None else out * scale[..., None]
+    return out if bias is None else out + bias[..., None]
+
+
 def _sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
@@ -210,6 +218,7 @@ ORACLES = {
     "attention": attention,
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
+    "group_norm": group_norm,
     "gated_linear_unit": gated_linear_unit,
     "ragged_dot": ragged_dot,
     "linear_cross_entropy": linear_cross_entropy,

@@ -20,6 +20,7 @@ SIZES = {
     "attention": dict(b=2, t=24, s=40, n=6, k=3, g=2, h=8, e=10),
     "rms_norm": dict(b=2, t=5, n=3, d=16, h=4, w=6),
     "layer_norm": dict(b=2, t=5, n=3, d=16, h=4, w=6),
+    "group_norm": dict(b=2, t=5, d=16, h=4, w=6),
     "gated_linear_unit": dict(b=2, t=5, k=8, f=12, n=3),
     "ragged_dot": dict(m=24, k=8, n=10, g=4, f=12, t=12),
     "linear_cross_entropy": dict(b=2, t=5, k=8, v=12),
@@ -46,6 +47,7 @@ CANONICAL = {
     },
     "rms_norm": {"x": "...d", "scale": "d", "epsilon": "", "out": "...d"},
     "layer_norm": {"x": "...d", "scale": "d", "bias": "d", "out": "...d"},
+    "group_norm": {"x": "bmgcn", "scale": "gc", "bias": "gc", "out": "bmgcn"},
     "gated_linear_unit": {
         "x": "...k",
         "w_gate": "kf",
@@ -72,6 +74,7 @@ DEFAULTS = {
     ),
     "rms_norm": dict(eps=0.0),
     "layer_norm": dict(eps=0.0),
+    "group_norm": dict(eps=0.0),
     "gated_linear_unit": dict(
         activation="silu",
         beta=1.0,

@@ -353,6 +353,22 @@ def exported() -> None:
     close(made.call(*ARGS))
 
 
+def exported_for_all_platforms() -> None:
+    """A kernel for each; with symbolic sizes JAX cannot call a `jax.shard_map`."""
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=HEADS) for x in PLAIN]
+    options = {"implementation": FORCED, "platforms": ("cpu", "cuda")}
+    with jax.set_mesh(MESH):
+        made = rewriter.export(attention, **options)(*specs)
+        assert len(made.manifest["kernels"][0]["by_platform"]) == 2
+        close(made.call(*ARGS))
+        length = jax.export.symbolic_shape("8, t, 4, 16")
+        specs = [jax.ShapeDtypeStruct(length, x.dtype, sharding=HEADS) for x in PLAIN]
+        made = rewriter.export(attention, **options)(*specs)
+        assert not made.manifest["kernels"]
+        assert not made.manifest["fallbacks"]
+        close(made.call(*ARGS))
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
     known_arguments()
@@ -367,3 +383,4 @@ if __name__ == "__main__":
     tuned()
     measured()
     exported()
+    exported_for_all_platforms()

@@ -27,8 +27,8 @@ from rewriter.program.collectives import collectives_in
 
 FORCED = {
     "attention": "memory_bounded", "rms_norm": "memory_bounded",
-    "layer_norm": "memory_bounded", "gated_linear_unit": "memory_bounded",
-    "ragged_dot": "memory_bounded",
+    "layer_norm": "memory_bounded", "group_norm": "memory_bounded",
+    "gated_linear_unit": "memory_bounded", "ragged_dot": "memory_bounded",
 }  # fmt: skip
 
 
@@ -54,6 +54,14 @@ def layer_norm(x: Any, scale: Any, bias: Any) -> jax.Array:
     centred = x - x.mean(-1, keepdims=True)
     variance = (centred * centred).mean(-1, keepdims=True)
     return centred * jax.lax.rsqrt(variance + 1e-6) * scale + bias
+
+
+def group_norm(x: Any, scale: Any, bias: Any) -> jax.Array:
+    """GroupNorm of images, channels last."""
+    y = x.reshape(*x.shape[:-1], 16, -1)
+    mean, var = y.mean((1, 2, 4), keepdims=True), y.var((1, 2, 4), keepdims=True)
+    y = (y - mean) * jax.lax.rsqrt(var + 1e-6)
+    return y.reshape(x.shape) * scale + bias
 
 
 def swiglu(x: Any, gate: Any, up: Any) -> jax.Array:
@@ -150,6 +158,10 @@ CASES = (
          brief=True),
     Case("layer_norm", DATA, (ROWS, NONE, NONE), brief=True),
     Case("layer_norm", WITH_SEQ, (P("data", "seq"), NONE, NONE)),
+    Case("group_norm", DATA, (ROWS, NONE, NONE), brief=True),
+    Case("group_norm", BOTH, (P("data", None, None, "model"), P("model"), P("model")),
+         brief=True),
+    Case("group_norm", SEQ, (P(None, "seq"), NONE, NONE), refused=True),
     Case("swiglu", DATA, (ROWS, NONE, NONE)),
     Case("swiglu", MODEL, (NONE, P(None, "model"), P(None, "model"))),
     Case("swiglu", BOTH, (ROWS, P(None, "model"), P(None, "model")), brief=True),
@@ -173,7 +185,8 @@ CASES = (
 )  # fmt: skip
 
 PROGRAMS = {f.__name__: f for f in
-            (attention, rms_norm, layer_norm, swiglu, ragged_dot, decoder)}  # fmt: skip
+            (attention, rms_norm, layer_norm, group_norm, swiglu, ragged_dot,
+             decoder)}  # fmt: skip
 
 
 def operands(name: str) -> tuple[Any, ...]:
@@ -188,6 +201,8 @@ def operands(name: str) -> tuple[Any, ...]:
     if name in ("rms_norm", "layer_norm"):
         x, weights = normal(8, 128, 256), [normal(256) for _ in range(2)]
         return (x, *weights[: 1 + (name == "layer_norm")])
+    if name == "group_norm":
+        return normal(8, 16, 16, 64), normal(64), normal(64)
     if name == "swiglu":
         return normal(8, 256, 128), normal(128, 512) / 11, normal(128, 512) / 11
     if name == "ragged_dot":

@@ -130,7 +130,9 @@ def _refuse_large_constant_masks(ev: Evaluator, p: Poly, terms: int = 1) -> Poly
     """
     if len(p) == 1 and (TRUE, ()) in p:
         return p
-    if not ev.expand_all and len(p) > terms and any(abs(c) >= 1e4 for c in p.values()):
+    if ev.expand_all or not ev.masks:
+        return p
+    if len(p) > terms and any(abs(c) >= 1e4 for c in p.values()):
         for (flag, mono), c in p.items():
             kinds = {ev.alg.kind(a) for a, _ in mono}
             least = 1e4 if "leaf" in kinds else FAR if "sum" in kinds else math.inf

@@ -61,8 +61,7 @@ class Evaluator(Layout, LoopForms, Constants):
         graph: The matching view.
         algebra: Where atoms are interned.
         names: Leaf values and their names.
-        inside: Results of contractions and scans that are expanded; others are
-            leaves.
+        inside: Results of contractions and scans that are expanded, not leaves.
         usable: Whether a value is available where the replacement will stand. An
             equation with an unavailable operand is a leaf. None: all are available.
         soft_fills: Keep additive constants above -1e5 as a bias, not as a mask.
@@ -75,12 +74,12 @@ class Evaluator(Layout, LoopForms, Constants):
             The caller must then handle rows without keys.
         holding: Atoms that are true for all index names, such as that a row has a key.
         core: Whether a value depends on what the op computes. All others are side
-            values, see `exact_values`; None: nothing is a side value.
+            values, see `exact_values`; None: none is.
         at_hand: Whether a value can be a leaf, since it is defined where the
             replacement will stand; None: always.
         assumed: Facts that need no proof, see `assumptions`.
-        by_rows: Whether a gather of whole rows is a function of its operands, and no
-            leaf of its own.
+        by_rows: Whether a gather of whole rows is a function of operands, and no leaf.
+        masks: Whether a large number that is added may be a mask's.
         by_wraps: Whether a side value that is a position plus another integer is
             analysed by whether it wraps around; else it is a leaf if it may.
     """
@@ -106,6 +105,7 @@ class Evaluator(Layout, LoopForms, Constants):
         by_rows: bool = False,
         by_wraps: bool = True,
         picked_fills: bool = False,
+        masks: bool = True,
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
@@ -115,7 +115,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.in_pieces, self.whole_sides = in_pieces, whole_sides
         self.filled_rows, self.holding = filled_rows, holding
         self.core, self.at_hand, self.assumed = core, at_hand, assumed
-        self.by_rows, self.by_wraps = by_rows, by_wraps
+        self.by_rows, self.by_wraps, self.masks = by_rows, by_wraps, masks
         self.picked_fills = picked_fills
         self.memo: dict[Any, Any] = {}
         self._expanded_values: dict[int, bool] = {}

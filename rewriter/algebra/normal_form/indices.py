@@ -145,6 +145,8 @@ class Indices:
                 return self.affine(self.div(a[1], n), 1, a[3] // n)
             if a[0] == "div":
                 return self.div(a[1], a[2] * n)
+            if a[0] == "mod" and a[2] % n == 0:  # (x % mn) // n = (x // n) % m
+                return self.mod(self.div(a[1], n), a[2] // n)
         return ("div", a, n)
 
     def mod(self, a: Index, n: int) -> Index:

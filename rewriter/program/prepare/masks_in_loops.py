@@ -8,6 +8,10 @@ JAX differentiates a loop over layers by computing beforehand what does not depe
 their carries. Of a loop over blocks in a layer that is the mask of each block, at full
 size for all blocks. Where it is made in the loop that reads it, its structure can be
 read. It is a few comparisons, and takes no memory of all blocks then.
+
+A checkpoint puts both into calls, which are opened here. A step that may be skipped
+makes its mask in a branch. A loop that counts its blocks becomes one over an array of
+numbers.
 """
 
 from __future__ import annotations
@@ -390,8 +394,9 @@ def _written(
         rest, each = iter(x[: len(kept)]), iter(x[len(kept) :])
         own_consts, made = iter(own_consts), {}
         for maker in makers:
-            parts = [next(own_consts) for _ in maker[1]] + [next(each) for _ in maker[2]]
-            made[maker] = _jax.inlined(_closed(maker[0].body), parts)
+            whole_ones = [next(own_consts) for _ in maker[1]]
+            ins = [*whole_ones, *(next(each) for _ in maker[2])]
+            made[maker] = _jax.inlined(_closed(maker[0].body), ins)
         masks = {k: made[m.sources][m.k] for k, m in here.items()}
         read = range(loop.first, len(loop.inputs))
         values = [masks[k] if k in masks else next(rest) for k in read]

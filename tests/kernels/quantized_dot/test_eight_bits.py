@@ -64,10 +64,15 @@ class Case:
 
 
 def wanted(case: Case, given: dict[str, Any]) -> np.ndarray:
-    """The result with the program's roundings, of exact sums."""
-    return np.asarray(
-        computed(**{n: jnp.asarray(x) for n, x in given.items()}, **case.params)
-    )
+    """The result with the program's roundings, of sums on a CPU: in float32, or exact.
+
+    XLA has no algorithm for all of the precisions.
+    """
+    how = {**case.params, "precision": None}
+    with jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(
+            computed(**{n: jnp.asarray(x) for n, x in given.items()}, **how)
+        )
 
 
 FP8 = functools.partial(Case, E4, E4, sums="float32")
@@ -117,7 +122,7 @@ def test_configs(m: int, precision: str | None) -> None:
     use = dataclasses.replace(case.spec(), shapes=sizes)
     found, _ = worth_measuring(KERNEL.space, use, HERE, 24)
     assert eight_bits.default(use, HERE) in found
-    assert all(0 < c.promoted <= (1 if precision else 4) for c in found)
+    assert all(0 < c.promoted <= (1 if precision else 2) for c in found)
     assert not eight_bits.fits(Tiles(splits=5), use, HERE).ok
 
 
@@ -188,7 +193,9 @@ def test_numbers(case: Case) -> None:
             got = np.asarray(jax.jit(call)(**given))
             if case.x == I8 and "bias" not in case.behind:
                 np.testing.assert_array_equal(got.astype("f8"), want)
-            limit = (2.0**-7 if got.dtype.itemsize == 2 else 2e-4) * np.abs(want).max()
+            digits = {E4: 2.0**-8, E5: 2.0**-8, I8: 1e-6}[case.x]
+            limit = max(digits, 2.0**-8 if got.dtype.itemsize == 2 else 0.0)
+            limit *= np.abs(want).max()
             np.testing.assert_allclose(got.astype("f8"), want, rtol=0, atol=limit)
 
 
@@ -256,3 +263,17 @@ def test_precision_is_that_of_the_program() -> None:
         how = {"implementation": {"quantized_dot": "reference"}}
         (site,) = rewriter.explain(f, **how)(given["x"], given["w"]).sites
         assert site.params.get("precision") == want
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("sizes", "kernel"),
+    [
+        ((8192, 8192, 8192), "hopper_eight_bits"),
+        ((16, 8192, 8192), "xla"),  # not measured
+        ((8192, 512, 512), "xla"),
+    ],
+)
+def test_choice(sizes: tuple[int, int, int], kernel: str) -> None:
+    (site,) = rewriter.explain(program, target="h100")(*arguments(*sizes)).sites
+    assert site.kernel == kernel

@@ -273,6 +273,75 @@ def test_layers() -> None:
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
+def causal_blocks(skip: bool = False, sliced: bool = False) -> Callable[..., Any]:
+    """Blocks of queries and keys; steps above the diagonal may be skipped."""
+
+    def fn(q, k, v):
+        def queries(x):
+            qb, i = x
+
+            def body(carry, j):
+                kb, vb = (lax.dynamic_slice_in_dim(x, j * 8, 8, 2) for x in (k, v))
+                rows, keys = (n * 8 + jnp.arange(8) for n in (i, j))
+                s = jnp.where(rows[:, None] >= keys, dots(qb, kb), -1e30)
+                run = lambda c: step(c, s, vb)
+                if skip:
+                    return lax.cond(j <= i, run, lambda c: c, carry)
+                return run(carry)
+
+            if sliced:
+                return divided(lax.fori_loop(0, S // 8, lambda j, c: body(c, j), first))
+            numbers = jnp.arange(S // 8)
+            return divided(lax.scan(lambda c, j: (body(c, j), None), first, numbers)[0])
+
+        first = begin(-1e30, 8)
+        out = lax.map(queries, (blocks(q), jnp.arange(T // 8)))
+        return jnp.moveaxis(out, 0, 2).reshape(B, N, T, H)
+
+    return fn
+
+
+DOTS = jax.checkpoint_policies.dots_saveable
+LAYERS = {
+    "padding": (FOUND["scanned_with_padding"][0], None),
+    "skipped, products saved": (causal_blocks(skip=True), DOTS),
+    "counted, products saved": (causal_blocks(sliced=True), DOTS),
+    "in a jit": (jax.jit(causal_blocks()), None),
+}
+"""By name: a stream, and the policy of the checkpoint around its layer."""
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_checkpointed_layers_in_a_loop(name: str) -> None:
+    """No stream is left, and the gradients are those in float64."""
+    attention, policy = LAYERS[name]
+    shapes = (B, T, N * H), (B, S, N * H), (2, 4, N * H, N * H)
+    x, y, w = (
+        np.random.default_rng(i).normal(size=shape).astype(np.float32) / (1, 1, 4)[i]
+        for i, shape in enumerate(shapes)
+    )
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, w, y):
+        heads = lambda x: x.reshape(B, -1, N, H).transpose(0, 2, 1, 3)
+        q, k, v = (heads(a @ w[i]) for i, a in enumerate((x, y, y)))
+        out = attention(q, k, v).transpose(0, 2, 1, 3).reshape(B, T, N * H)
+        return x + jnp.tanh(out @ w[3])
+
+    def loss(w, x, y):
+        return (lax.scan(lambda x, w: (layer(x, w, y), None), x, w)[0] ** 2).mean()
+
+    fn = jax.value_and_grad(loss)
+    new = rewriter.optimize(fn, implementation=FORCED, strict=True)
+    sites = new.report(w, x, y).sites
+    assert all(s.replaced for s in sites)
+    assert any(s.backward for s in sites)
+    with jax.enable_x64(True):
+        wide = jax.jit(fn)(*(a.astype(np.float64) for a in (w, x, y)))
+    for a, b in zip(*map(jax.tree.leaves, (new(w, x, y), wide)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
 def scaled(factor: float) -> Callable[..., Any]:
     """A number whose cotangent is scaled by a rule."""
 

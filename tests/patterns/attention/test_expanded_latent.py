@@ -146,6 +146,25 @@ def grouped_heads(grouped, c, wk, wv, lengths):
     return jnp.einsum("bngts,bsne->btnge", p, v)
 
 
+def as_in_maxtext(q, qr, c, kr, wkv, lengths):
+    """Groups of one head, an added mask, and weights divided behind their product."""
+    kv = jnp.einsum("bsc,cnh->bsnh", c, wkv.reshape(C, N, D + E))
+    k, v = jnp.split(kv, [D], -1)
+    q, k = both(q, qr, k, kr)
+    s = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, 1, N, 1, D + R) * 0.2, k)
+    s += jnp.where(jnp.arange(S) < lengths[:, None, None, None, None], 0.0, -2e38)
+    p = jnp.exp(s - jnp.max(s, -1, keepdims=True))
+    out = jnp.einsum("bkgts,bskd->btkgd", p, v)
+    return out / jnp.moveaxis(jnp.sum(p, -1), (1, 2, 3), (2, 3, 1))[..., None]
+
+
+def tiled_rotary_keys(q, qr, c, kr, wk, wv, lengths):
+    k, v = (x.swapaxes(1, 2) for x in made(c, wk, wv))
+    k = jnp.concatenate([k, jnp.tile(kr[:, None], (1, N, 1, 1))], -1)
+    p = weights(jnp.concatenate([q, qr], -1).swapaxes(1, 2) @ k.mT, lengths)
+    return (p @ v).swapaxes(1, 2)
+
+
 def jax_nn(q, c, wk, wv):
     k, v = made(c, wk, jnp.concatenate([wv, wv[..., : D - E]], -1))
     return jax.nn.dot_product_attention(q, k, v, scale=0.2)
@@ -155,7 +174,7 @@ FOUND = (
     two_products, one_matrix_for_both, split_keys, without_rotary_keys, heads_first,
     rotary_keys_first, normed_latent, matrices_of_heads_first, flat_matrices,
     several_queries, sequence_by_sequence, with_a_projection_behind, layers, jax_nn,
-    repeated_heads, grouped_heads,
+    repeated_heads, grouped_heads, as_in_maxtext, tiled_rotary_keys,
 )  # fmt: skip
 
 

@@ -196,6 +196,38 @@ def test_look_alikes_are_refused(name: str) -> None:
     assert report.misses
 
 
+MEMORY = normal(2, 3, N, H, seed=5)
+
+
+def with_memory(q, k, v, memory, times=1.0):
+    """Learned keys and values that a batch shares, joined to the scores."""
+    own, more = jnp.einsum("btnh,bsnh->bnts", q, k), memory[0]
+    shared = jnp.einsum("btnh,snh->bnts", q, more) * times
+    keep = jnp.where(CAUSAL, own, FILL)
+    weights = jax.nn.softmax(jnp.concatenate([shared, keep], -1) * H**-0.5)
+    values = jnp.broadcast_to(memory[1], (B, *memory[1].shape))
+    return jnp.einsum("bnts,bsnh->btnh", weights, jnp.concatenate([values, v], 1))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("times", [1.0, 2.0])
+def test_keys_that_a_batch_shares(times: float) -> None:
+    """They are found with their gradients, unless their scores are made otherwise."""
+
+    def fn(*args):
+        loss = lambda *args: (with_memory(*args, times) ** 2).sum()
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(*args)
+
+    args = Q, K2, V2, MEMORY
+    new = rewriter.optimize(fn, implementation={"attention": "memory_bounded"})
+    sites = new.report(*args).sites
+    assert [bool(s.backward) for s in sites] == ([True] if times == 1 else [])
+    with jax.enable_x64(True):
+        wide = jax.jit(fn)(*(np.asarray(a, np.float64) for a in args))
+    for a, b in zip(*map(jax.tree.leaves, (new(*args), wide)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
 def test_two_softmaxes_stay_two() -> None:
     def fn(q, k1, v1, k2, v2):
         (o1, _, s1), (o2, _, s2) = local(q, k1, v1), local(q, k2, v2)

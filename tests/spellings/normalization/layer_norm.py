@@ -15,7 +15,6 @@ from tests.spellings.normalization.pieces import (
     B,
     D,
     H,
-    N,
     T,
     W,
     X,
@@ -296,18 +295,6 @@ def _(x):
 
 
 @layer(
-    "instance_norm",
-    dict(x="bhwn"),
-    "x",
-    bind=lambda x: dict(x=x.transpose(0, 3, 1, 2).reshape(B, N, -1)),
-    read=lambda o: o.transpose(0, 3, 1, 2).reshape(B, N, -1),
-)
-def _(x):
-    mu, var = x.mean((1, 2), keepdims=True), x.var((1, 2), keepdims=True)
-    return (x - mu) * lax.rsqrt(var + EPS)
-
-
-@layer(
     "group_norm_channels_first",
     dict(x="bdhw"),
     "x",
@@ -318,25 +305,6 @@ def _(x):
     y = x.reshape(B, 4, 4 * H * W)
     y = (y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + EPS)
     return y.reshape(x.shape)
-
-
-@layer(
-    "group_norm",
-    dict(x="bhwd", scale="d", bias="d"),
-    "x",
-    count=None,
-    bind=lambda x, s, b: dict(
-        x=x.reshape(B, H * W, 4, 4).transpose(0, 2, 1, 3).reshape(B, 4, -1)
-    ),
-    read=lambda o: o[1].reshape(B, H * W, 4, 4).transpose(0, 2, 1, 3).reshape(B, 4, -1),
-)
-def _(x, scale, bias):
-    y = x.reshape(B, H, W, 4, 4)
-    mu = y.mean((1, 2, 4), keepdims=True)
-    mu2 = jnp.square(y).mean((1, 2, 4), keepdims=True)
-    var = jnp.maximum(0.0, mu2 - jnp.square(mu))
-    y = ((y - mu) * lax.rsqrt(var + EPS)).reshape(x.shape)
-    return y * scale + bias, y
 
 
 @layer(

@@ -44,6 +44,7 @@ from rewriter.kernels.attention.hopper_latent import decode as latent_decode
 from rewriter.kernels.attention.hopper_latent import kernel as latent_kernel
 from rewriter.kernels.attention.hopper_latent import merge as latent_merge
 from rewriter.kernels.cross_entropy import hopper_rows
+from rewriter.kernels.group_norm import hopper_kernel as group_norm_kernel
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
 from rewriter.kernels.norms import hopper_team as norms_team
 from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
@@ -818,7 +819,8 @@ def simulated_rows_of_logits() -> Iterator[None]:
 @contextmanager
 def simulated_norms() -> Iterator[None]:
     """Within, those of norms of rows do."""
-    with _replaced((norms_kernel, norms_team), pallas_gpu) as patch:
+    kernels = norms_kernel, norms_team, group_norm_kernel
+    with _replaced(kernels, pallas_gpu) as patch:
         _replace_rows(patch)
         yield
 
