@@ -10,6 +10,7 @@ import jax
 from jax._src import config, core
 
 from rewriter._jax.programs import new_var
+from rewriter._jax.types import on_explicit_axes
 from rewriter._jax.values import is_drop
 
 
@@ -96,10 +97,7 @@ def returning_more_parts(
     """
     into, out_of, around = parts_of(eqn)
     outs = [v if is_drop(v) else new_var(v.aval) for v in eqn.outvars]
-    for atom in body.outvars[len(outs) :]:
-        count = math.prod(around[0].shape[a] for a in _axes_of(atom.aval, around))
-        rows, *rest = atom.aval.shape
-        outs.append(new_var(core.ShapedArray((count * rows, *rest), atom.aval.dtype)))
+    outs += [new_var(_stacked(a.aval, around)) for a in body.outvars[len(outs) :]]
 
     def specs(atoms: Sequence[Any], last: int) -> list[Any]:
         avals = [a.aval for a in atoms[len(atoms) - last :]]
@@ -112,6 +110,23 @@ def returning_more_parts(
         "out_specs": (*out_of, *specs(body.outvars, made)),
     }
     return eqn.replace(invars=list(invars), outvars=outs, params=params)
+
+
+def _stacked(aval: Any, around: Any) -> Any:
+    """The type of all devices' parts, one behind the other along the first axis.
+
+    It states how axes are split that are explicit outside.
+    """
+    mesh, axes = around[0], _axes_of(aval, around)
+    rows, *rest = aval.shape
+    shape = math.prod(mesh.shape[a] for a in axes) * rows, *rest
+    if not mesh.explicit_axes:
+        return core.ShapedArray(shape, aval.dtype)
+    first, *others = aval.sharding.spec
+    named = (first,) if isinstance(first, str) else tuple(first or ())
+    spec = on_explicit_axes(jax.P((*axes, *named), *others), mesh)
+    sharding = jax.sharding.NamedSharding(mesh.abstract_mesh, spec)
+    return core.ShapedArray(shape, aval.dtype, sharding=sharding)
 
 
 def with_parts(eqn: Any, body: Any, into: Sequence[Any], out_of: Sequence[Any]) -> Any:

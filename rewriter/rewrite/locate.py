@@ -94,16 +94,19 @@ def _propagated(
                 call = _observed(m, index, seen)
                 splices.append(Splice(m, scope, position, call, key=index))
                 break
-    found: dict[int, Shards | str] = {}
-    splices = _that_can_stand(regions, splices, found)
     if not splices:
-        return found
+        return {}
+    found: dict[int, Shards | str] = {}
     try:
         program, _ = replace(regions, splices)
+    except Exception:
+        splices = [s for s in splices if not _is_noted(regions, s, found)]
+        program, _ = replace(regions, splices)
+    try:
         splits = propagated(program, placement)
     except Unreadable as problem:
         why = f"its placement is not known: {problem}"
-        return dict.fromkeys(shapes, why)
+        return dict.fromkeys(shapes, why) | found
     for index in (splice.key for splice in splices):
         m, seen = matches[index], shapes[index]
         try:
@@ -115,22 +118,18 @@ def _propagated(
     return found
 
 
-def _that_can_stand(
-    regions: Regions, splices: Sequence[Splice], found: dict[int, Shards | str]
-) -> Sequence[Splice]:
-    """The splices that can be traced; notes of the others why they are left to XLA.
+def _is_noted(regions: Regions, splice: Splice, found: dict[int, Shards | str]) -> bool:
+    """Notes why JAX cannot trace a reference of arrays that are on explicit axes.
 
-    JAX has no rule for some equations of arrays that are split over explicit axes.
+    It has no rule for some equations of arrays that are split over those.
     """
+    if _jax.explicit_mesh([regions.graph.avals[splice.match.value]]) is None:
+        return False
     try:
-        replace(regions, splices)
+        replace(regions, [splice])
     except Exception as problem:
-        if len(splices) == 1:
-            found[splices[0].key] = NO_LAYOUT + _line_of(problem)
-            return ()
-        each = (_that_can_stand(regions, [one], found) for one in splices)
-        return [one for kept in each for one in kept]
-    return splices
+        found[splice.key] = NO_LAYOUT + _line_of(problem)
+    return splice.key in found
 
 
 def _line_of(problem: Exception) -> str:
@@ -236,8 +235,6 @@ def _stated(regions: Regions, match: Match, mesh: Any) -> Shards | str:
         if not instead.steps
     }
     avals = [graph.avals[placed.get(here[v], here[v])] for v in names]
-    if not all(_jax.in_one_mesh(a, graph.avals[match.value]) for a in avals):
-        return ACROSS
     own, params = set(match.op.names), {**match.op.defaults, **reading.params}
     shapes: dict[str, tuple[int, ...]] = {}
     splits: dict[str, Split | None] = {}
@@ -267,7 +264,9 @@ def _stated(regions: Regions, match: Match, mesh: Any) -> Shards | str:
     except NoShards as why:
         return str(why)
     except Exception as problem:  # JAX has no rule for a layout of these placements
-        return NO_LAYOUT + _line_of(problem)
+        result = graph.avals[match.value]
+        together = all(_jax.in_one_mesh(a, result) for a in avals)
+        return NO_LAYOUT + _line_of(problem) if together else ACROSS
 
 
 def _require_derivative(
