@@ -634,6 +634,23 @@ def latent_decode() -> str:
     return f"{timed}\n\nReproduce with {note}."
 
 
+def group_norms() -> str:
+    """One row per shape of a group norm: microseconds of XLA, and of our kernel."""
+    data = json.loads(record.named("group_norms_h200").read_text())
+    shapes: dict[str, dict[tuple[str, str], str]] = {}
+    for row in data["rows"]:
+        if row["pass"] == "copy":  # how long reading and writing x takes
+            continue
+        name = f"{' × '.join(map(str, row['shape']))}, {row['groups']}"
+        shapes.setdefault(name, {})[row["pass"], row["by"]] = f"{row['us']:.0f}"
+    passes = ("forward", "silu forward", "both", "silu both")
+    pair = lambda found, x: f"{found[x, 'hopper']} ({found[x, 'xla']})"
+    rows = [(name, *(pair(found, x) for x in passes)) for name, found in shapes.items()]
+    head = ("x, groups", "forward", "and a silu", "with gradients", "silu, gradients")
+    note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
+    return f"{table(head, rows)}\n\nReproduce with {note}."
+
+
 def eight_bits() -> str:
     """One row per product of 8-bit rows and matrices, in microseconds."""
     data = json.loads(record.named("eight_bits_h200").read_text())
@@ -684,6 +701,7 @@ TABLES = {
     "running": running,
     "public_suites": public_suites,
     "eight_bits": eight_bits,
+    "group_norms": group_norms,
     "latent_decode": latent_decode,
     "first_example": first_example,
     "gains": gains,
