@@ -197,6 +197,13 @@ def in_shard_map() -> None:
     fast = optimized(partly)
     close(fast(*ARGS))
     assert one_site(fast, *ARGS).sharding == "n over model, k over model"
+    small = tuple(x[:, :4] for x in ARGS)  # both modes, and once more
+    tangent = lambda f: jax.jit(lambda *a: jax.jvp(f, a, a)[1])
+    close(tangent(fast)(*small), tangent(attention)(*small))
+    square = lambda f: lambda *a: sum((x**2).sum() for x in f(*a))
+    step = lambda f: jax.grad(square(f), (0, 1, 2))
+    twice = jax.jit(jax.grad(square(optimized(step(partly)))))
+    close(twice(*small), jax.jit(jax.grad(square(step(attention))))(*small))
     inside = jax.shard_map(
         optimized(), mesh=MESH, in_specs=P("data"), out_specs=P("data"),
         axis_names={"data"},
