@@ -634,6 +634,31 @@ def latent_decode() -> str:
     return f"{timed}\n\nReproduce with {note}."
 
 
+def quantized_cache() -> str:
+    """One row per cache of 8 bits, in microseconds on an H100 and an H200."""
+    found: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
+    notes = []
+    for kind in ("h100", "h200"):
+        data = json.loads(record.named(f"quantized_cache_{kind}").read_text())
+        notes.append(f"{data['device']}, jax {data['jax']}, {data['date']}")
+        for row in data["results"]:
+            case = found.setdefault((row["sequences"], row["tokens"]), {})
+            case[kind, row["by"]] = row["us"]
+    ways = ("as written", "hopper", "in 16 bits")
+    rows = [
+        (*case, *(f"{us[kind, by]:.0f}" for kind in ("h100", "h200") for by in ways))
+        for case, us in found.items()
+    ]
+    ours = ("as written", "`hopper`", "in 16 bits, by `hopper_decode`")
+    head = (
+        "sequences",
+        "tokens",
+        *(f"{way}, {k}" for k in ("H100", "H200") for way in ours),
+    )
+    note = f"`python3 -m tests.bench.quantized_cache --first` ({'; '.join(notes)})"
+    return f"{table(head, rows)}\n\nReproduce with {note}."
+
+
 def group_norms() -> str:
     """One row per shape of a group norm: microseconds of XLA, and of our kernel."""
     data = json.loads(record.named("group_norms_h200").read_text())
@@ -702,6 +727,7 @@ TABLES = {
     "public_suites": public_suites,
     "eight_bits": eight_bits,
     "group_norms": group_norms,
+    "quantized_cache": quantized_cache,
     "latent_decode": latent_decode,
     "first_example": first_example,
     "gains": gains,

@@ -194,8 +194,8 @@ def test_numbers(case: Case) -> None:
             if case.x == I8 and "bias" not in case.behind:
                 np.testing.assert_array_equal(got.astype("f8"), want)
             digits = {E4: 2.0**-8, E5: 2.0**-8, I8: 1e-6}[case.x]
-            limit = max(digits, 2.0**-8 if got.dtype.itemsize == 2 else 0.0)
-            limit *= np.abs(want).max()
+            last = 2.0**-7 if got.dtype.itemsize == 2 else 0.0  # sums may round apart
+            limit = (digits + last) * np.abs(want).max()
             np.testing.assert_allclose(got.astype("f8"), want, rtol=0, atol=limit)
 
 
