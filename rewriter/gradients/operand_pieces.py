@@ -8,8 +8,9 @@ only some of these gradients belong to attention alone, such as that of the valu
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rewriter.algebra.template import Template, apply, template
 from rewriter.find.check import check
@@ -20,7 +21,11 @@ from rewriter.find.reading import Reading, leaves_of
 from rewriter.find.region import Regions
 from rewriter.find.sliced_operands import cuts
 from rewriter.gradients.cotangents import is_float
+from rewriter.ops.spec import Spec
 from rewriter.program.graph import Scope
+
+MORE = 1.125
+"""How many numbers more than the match its restatement may read."""
 
 
 @dataclass(eq=False)
@@ -92,7 +97,7 @@ class OperandPieces:
             leaves = leaves_of(other)
             inner = region_values(find, other.value, set(leaves))
             other, spec = with_precision(graph, match.op, other, spec, inner)
-            if spec != match.spec and body is None:
+            if body is None and not _is_the_same_use(spec, match.spec):
                 continue
             pairs = tuple((v, v) for v in leaves)
             restated = dataclasses.replace(match, spec=spec)
@@ -110,6 +115,20 @@ class OperandPieces:
                 found |= new
                 todo += new
         return found
+
+
+def _is_the_same_use(spec: Spec, other: Spec) -> bool:
+    """Whether uses differ at most in how axes of the same numbers are counted.
+
+    A program may merge heads with the batch before it cuts queries out of one array.
+    They are heads in that array, and sequences in its pieces. Lengths are then repeated
+    for each, which takes little, and a mask is not.
+    """
+    size = lambda spec: sum(math.prod(shape) for _, shape in spec.shapes)
+    if spec == other or spec.symbolic or other.symbolic:
+        return spec == other
+    alike = replace(spec, shapes=other.shapes) == other
+    return alike and size(spec) <= MORE * size(other)
 
 
 def _with_reading(

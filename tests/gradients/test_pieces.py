@@ -95,6 +95,43 @@ def test_gradients_of_pieces_are_found(name: str) -> None:
     agree(fast, step, *args)
 
 
+def merged(mask: str, halves: bool = False) -> Callable:
+    """Heads are counted as sequences before queries are cut out of their array."""
+
+    def fn(y):  # [2, N * 3 * H, T], each head's queries, keys and values together
+        y = y.reshape(2 * N, 3 * H, T)
+        q, rest = y[:, :H], y[:, H:]
+        k, v = jnp.split(rest, 2, 1) if halves else (rest[:, :H], rest[:, H:])
+        scores = jnp.einsum("bct,bcs->bts", q * 0.6, k * 0.6)
+        if mask == "causal":
+            scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf)
+        if mask == "padding":
+            seen = jnp.arange(T) < jnp.repeat(jnp.array([T, 7]), N)[:, None]
+            scores = jnp.where(seen[:, None], scores, -1e30)
+        out = jnp.einsum("bts,bcs->bct", jax.nn.softmax(scores), v)
+        return out.reshape(2, N * H, T)
+
+    return fn
+
+
+def test_heads_may_be_merged_with_the_batch_before_the_cut() -> None:
+    kinds = [merged("no"), merged("causal"), merged("padding"), merged("no", True)]
+    kinds += [jax.checkpoint(kinds[0]), jax.vmap(kinds[1])]
+    given = [normal(2, 3 * N * H, T, seed=i) for i in range(5)]
+    given += [normal(1, 2, 3 * N * H, T, seed=5)]
+
+    def step(given):
+        loss = lambda ys: sum(
+            jnp.sin(f(y)).sum() for f, y in zip(kinds, ys, strict=True)
+        )
+        return jax.grad(loss)(given)
+
+    report = rewriter.explain(step)(given)
+    assert not report.failures
+    assert report.counts(backward=True)["attention"] == len(kinds)
+    agree(rewriter.optimize(step, implementation=FORCED), step, given)
+
+
 def test_a_stopped_piece_has_no_gradient_of_attention() -> None:
     def stopped(x, wide, out, down):
         q, k, v, gate, up = jnp.split(x @ wide, CUTS, -1)
