@@ -335,6 +335,33 @@ def test_tables_are_not_laid_out_twice() -> None:
         np.testing.assert_array_equal(got, want)
 
 
+def test_a_table_of_biases_reads_the_gradient_of_attention() -> None:
+    """A table looked up by distance, added to scores: no product is computed twice."""
+    b, t, n, h = 2, 7, 3, 5
+    places = jnp.arange(t)[:, None] - jnp.arange(t) + t - 1
+
+    def loss(table: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        bias = table[places].transpose(2, 0, 1)[None]
+        s = jnp.einsum("btnh,bsnh->bnts", q, k) * h**-0.5 + bias
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+        return (out * out).sum()
+
+    shapes = ((2 * t - 1, n), *[(b, t, n, h)] * 3)
+    args = [jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in shapes]
+    step = jax.grad(loss, (0, 1, 2, 3))
+    forced = {"attention": "memory_bounded", **KERNELS}
+    fast = rewriter.optimize(step, implementation=forced)
+    assert all(s.replaced for s in fast.report(*args).sites)
+    assert fast.report(*args).counts()["embedding"] == 1
+    scores = f"f32[{b},{n},{t},{t}] = dot_general"
+    assert scores in str(jax.make_jaxpr(step)(*args))
+    assert "= dot_general" not in str(fast.jaxpr(*args))
+    with jax.enable_x64(True):
+        exact = step(*(jnp.asarray(x, jnp.float64) for x in args))
+    for got, want in zip(fast(*args), exact, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_where_lookups_are_looked_for() -> None:
     """On GPUs, for tables of 16 bits, if no gradient is in the program already."""
     table, ids, w = _args(SPELLINGS["index"], NARROW)
