@@ -16,11 +16,11 @@ from rewriter.kernels.attention.hopper import block_masks
 from rewriter.kernels.attention.hopper.averaged_rows import delta_of
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.backward_problem import Problem
-from rewriter.kernels.attention.hopper.config import filled_backward
 from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.forward_kernel import row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Terms, terms_of, transposed
+from rewriter.kernels.attention.hopper.widths import filled_backward
 from rewriter.kernels.shared.halves import split
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.empty_rows import complete_if_any_empty
-from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper import pallas, short_kernel
 from rewriter.kernels.attention.hopper.averaged_rows import (
     Averages,
     averages_of,
@@ -61,9 +61,9 @@ from rewriter.kernels.attention.hopper.backward_of_tables import (
     TableProblem,
     splits,
 )
-from rewriter.kernels.attention.hopper.config import EDGE
 from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.use import Use
+from rewriter.kernels.attention.hopper.widths import EDGE
 from rewriter.kernels.shared import work_stealing
 from rewriter.kernels.shared.hopper import PROCESSORS
 
@@ -98,6 +98,8 @@ def backward(
     """
     use, (lse,) = Use(q, k, v, **given), residuals
     config = config or BackwardTiles()
+    if config.short:
+        return short_kernel.backward(use, out, lse, cotangent, config)
     x = inputs_of(use, out, lse, cotangent, config)
     grads = _of_qkv(use, x, config)
     if config.tables and use.bias is not None and 1 not in use.bias.shape[2:]:

@@ -23,13 +23,9 @@ from rewriter.kernels.attention.hopper.backward_config import (
     backward_default,
     fits_backward,
 )
-from rewriter.kernels.attention.hopper.config import (
-    COPIED,
-    filled,
-    filled_backward,
-    sees_unevenly,
-)
+from rewriter.kernels.attention.hopper.config import sees_unevenly
 from rewriter.kernels.attention.hopper.dtypes import is_halved, products
+from rewriter.kernels.attention.hopper.widths import COPIED, filled, filled_backward
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import processors
 from rewriter.ops.device import Device

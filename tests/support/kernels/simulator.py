@@ -36,6 +36,7 @@ from rewriter.kernels.attention.hopper import (
     forward_tile,
     pallas,
     panels,
+    short_kernel,
     terms,
     use,
 )
@@ -671,7 +672,7 @@ def simulated() -> Iterator[None]:
     kernels = (
         use, forward_kernel, forward_tile, backward_inputs, backward_kernel,
         backward_tiles, backward_of_keys, backward_of_queries, backward_of_sums,
-        backward_of_tables, averaged_rows, work_stealing, terms, panels,
+        backward_of_tables, averaged_rows, work_stealing, terms, panels, short_kernel,
     )  # fmt: skip
     with _replaced(kernels, pallas) as patch:
         _count(patch, backward_kernel, work_stealing)
