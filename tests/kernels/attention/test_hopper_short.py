@@ -17,7 +17,7 @@ from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.config import Tiles
 from rewriter.kernels.attention.reference import reference
 from rewriter.ops.kernel import Heads, Spec
-from tests.kernels.attention.test_hopper import CAUSAL, H200, error
+from tests.kernels.attention.test_hopper import CAUSAL, H200, error, needs_hopper
 from tests.support.kernels import simulator
 from tests.support.kernels.float64 import float64
 
@@ -95,6 +95,33 @@ def test_its_code_run_by_threads(name: str) -> None:
     for name, x in want.items():
         assert got[name].shape == x.shape
         assert error(got[name], x) <= LIMIT
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_on_a_gpu(name: str) -> None:
+    """Against float64, with as many entries as blocks take in several turns."""
+    (_, *shape), more, (warpgroups, stages, _) = CASES[name]
+    given, up = drawn((300, *shape), more)
+    arrays = {n: x for n, x in given.items() if isinstance(x, np.ndarray)}
+    params = {n: x for n, x in given.items() if n not in arrays}
+    own = {"short": True, "warpgroups": warpgroups, "stages": stages, "programs": 7}
+
+    @jax.jit
+    def both(arrays: dict[str, Any], up: Any) -> Any:
+        given = {**arrays, **params}
+        out, kept = hopper.forward(**given, residuals=True, config=Tiles(**own))
+        tiles = BackwardTiles(**own)
+        grads = hopper.backward(
+            **given, out=out, residuals=kept, cotangent=up, config=tiles
+        )
+        return {"out": out, **grads}
+
+    got, again = both(arrays, up), both(arrays, up)
+    for name, x in exact(given, up).items():
+        assert error(got[name], x) <= LIMIT
+        np.testing.assert_array_equal(got[name], again[name])
 
 
 def test_heads_are_read_and_written_in_one_array() -> None:
