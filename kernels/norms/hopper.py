@@ -17,6 +17,7 @@ from rewriter.kernels.norms.estimate import estimate
 from rewriter.kernels.norms.forms import is_centred, kernels, refusals
 from rewriter.kernels.norms.hopper_config import (
     LANES,
+    TILE_COLUMNS,
     Norm,
     Teams,
     measured,
@@ -49,8 +50,14 @@ def supports(spec: Spec) -> Verdict:
     if spec.symbolic:
         return SYMBOLIC
     shape, found = spec.shape("x"), refusals(spec, DTYPES)
-    if shape and 0 not in shape and shape[-1] % LANES:
-        found.append(no("width", f"rows of {shape[-1]}, not a multiple of {LANES}"))
+    if (
+        shape
+        and 0 not in shape
+        and shape[-1] % LANES
+        and (shape[-1] not in TILE_COLUMNS)
+    ):
+        text = f"not a multiple of {LANES}, nor one of 16 up to {TILE_COLUMNS[-1]}"
+        found.append(no("width", f"rows of {shape[-1]}, {text}"))
     if (size := math.prod(shape)) >= MOST:
         found.append(no("size", f"{size} elements, of at most 2^31 - 1"))
     verdict = all_of(YES, *found)
@@ -93,6 +100,7 @@ def fits(config: Teams, spec: Spec, device: Device, backward: bool) -> Verdict:
 # ------------------------------------------------------------------- both passes
 def _normalized(call: Call, config: Teams | None) -> tuple[Array, Array | None]:
     """The norm of rows and, with an addend, the sums that it normalises."""
+    from rewriter.kernels.norms import hopper_tiles
     from rewriter.kernels.norms.hopper_kernel import normalized
 
     norm = _of_call(call)
@@ -100,16 +108,21 @@ def _normalized(call: Call, config: Teams | None) -> tuple[Array, Array | None]:
     if teams is None:  # x alone fits
         alone = call.of_sum()
         return _normalized(alone, None)[0], alone.x
+    if teams.tiled:
+        return hopper_tiles.normalized(norm, call.x, call.given, teams), None
     out, *total = normalized(norm, call.x, call.given, teams, call.addend)
     return out, total[0] if total else None
 
 
 def _cotangents(call: Call, up: Array, config: Teams | None) -> dict[str, Array]:
     """The cotangents; where rows do not fit, those of the plain kernel."""
+    from rewriter.kernels.norms import hopper_tiles
     from rewriter.kernels.norms.hopper_kernel import cotangents
 
     norm = _of_call(call)
     teams = _fitting(config, norm, True)
+    if teams is not None and teams.tiled:
+        return hopper_tiles.cotangents(norm, call.x, up, call.given, teams)
     if teams is not None:
         return cotangents(norm, call.x, up, call.given, teams, call.addend)
     if call.addend is not None:  # the other two arrays may fit
