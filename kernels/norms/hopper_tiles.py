@@ -31,6 +31,10 @@ from rewriter.kernels.shared import pallas_gpu, pallas_gpu_tiles
 if TYPE_CHECKING:
     from jax import Array
 
+LINE = 128
+"""Bytes of which copies to shared memory want a multiple. Others are read from global
+memory."""
+
 
 def normalized(norm: Norm, x: Array, given: dict[str, Array], config: Teams) -> Array:
     """Returns the norm of rows [m, d]; see `hopper_kernel.normalized`."""
@@ -76,8 +80,9 @@ def _call(
     given: dict[str, Array], out: dict[str, Any],
 ) -> Any:  # fmt: skip
     operands = dict(arrays)
-    kept = [n for n in ("scale", "bias") if n in given and n in kind.kept_names]
-    operands |= {n: given[n] for n in kept}
+    read = [n for n in ("scale", "bias") if n in given and n in kind.kept_names]
+    operands |= {n: given[n] for n in read}
+    kept = [n for n in read if given[n].nbytes % LINE == 0]
     if "epsilon" in given:
         operands["epsilon"] = given["epsilon"].astype(jnp.float32).reshape(1)
     places = config.teams * config.stages

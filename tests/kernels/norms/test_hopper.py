@@ -186,7 +186,7 @@ LOWERED = [
 TILED = [
     ((262144, 128), "bfloat16", ("scale", "bias"), Teams(64, 1, 2, 3, tiled=True)),
     ((1000, 96), "float16", ALL, None),
-    ((77, 240), "float32", ("scale",), None),
+    ((77, 112), "float32", ("scale",), None),
 ]
 
 
