@@ -282,17 +282,13 @@ def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
     return all_of(*found)
 
 
-def columns_of_panel(norm: Norm, dtype: Any) -> int:
-    """Returns the columns of a panel of a tile of rows, for an array of a dtype.
-
-    Both arrays of a pass have panels of as many columns, 64 of 16 bits at most.
+def columns_of_panel(norm: Norm) -> int:
+    """Returns the columns of a panel of a tile of rows, the same for both arrays.
 
     Example:
-        >>> norm = Norm(True, 0.0, 64, 96, "bfloat16", "float32", ())
-        >>> columns_of_panel(norm, "bfloat16"), columns_of_panel(norm, "float32")
-        (32, 32)
+        >>> columns_of_panel(Norm(True, 0.0, 64, 96, "bfloat16", "float32", ()))
+        32
     """
-    del dtype
     widest = 128 // max(_item(norm.dtype), _item(norm.out))
     return next(x for x in (64, 32, 16) if x <= widest and norm.d % x == 0)
 
@@ -316,7 +312,7 @@ def _verdict_of_tiles(config: Teams, norm: Norm, backward: bool) -> Verdict:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
     if backward:
-        panel = columns_of_panel(norm, norm.dtype)
+        panel = columns_of_panel(norm)
         used = len(norm.summed) * norm.d // 4 + 2 * panel + MORE_REGISTERS
         if used > (most := min(255, REGISTERS // lanes // 8 * 8)):
             found.append(no("registers", f"{used} registers a lane, of at most {most}"))

@@ -88,11 +88,11 @@ def _call(
     places = config.teams * config.stages
     scratch: dict[str, Any] = {
         name: pallas_gpu_tiles.panels(
-            (places, TILE_ROWS, norm.d), x.dtype, columns_of_panel(norm, x.dtype)
+            (places, TILE_ROWS, norm.d), x.dtype, columns_of_panel(norm)
         )
         for name, x in arrays.items()
     }
-    copies = sum(norm.d // columns_of_panel(norm, x.dtype) for x in arrays.values())
+    copies = len(arrays) * norm.d // columns_of_panel(norm)
     scratch["ready"] = pallas_gpu.barriers(places, copies)
     scratch |= {f"kept_{n}": plgpu.SMEM((norm.d,), given[n].dtype) for n in kept}
     if kept:
@@ -149,7 +149,7 @@ class _Tiles:
     @property
     def each(self) -> int:
         """Columns of a panel of x."""
-        return columns_of_panel(self.norm, self.norm.dtype)
+        return columns_of_panel(self.norm)
 
     def run(self) -> None:
         """Computes this warpgroup's tiles."""

@@ -19,6 +19,7 @@ from rewriter.kernels.attention.estimate import (
     share,
     whole,
 )
+from rewriter.kernels.attention.hopper import short
 from rewriter.kernels.attention.hopper.backward_config import (
     backward_default,
     fits_backward,
@@ -58,6 +59,9 @@ share of the device's processors. With lengths, which leave blocks with unequal 
 that many times as many. Then the kernel took 0.87 to 0.98 of the time of the one that
 splits keys, on an H100 (``tests/bench/results/choices_h100.json``)."""
 
+SHORT = {"forward": 0.6, "forward_and_vjp": 0.6}
+"""The share of the bandwidth that attention of up to 64 positions reaches."""
+
 CAPPED, TABLED = 1.3, 2.2
 """The factors of its time with a soft cap, and with the cotangent of a bias."""
 
@@ -93,6 +97,13 @@ def _streams(spec: Spec, device: Device, passes: str) -> bool:
     return b * heads >= FULL * waves * processors(device)
 
 
+def _of_short(spec: Spec, passes: str) -> float:
+    """Returns the bytes of q, k, v and the result, and of all that gradients move."""
+    read = sum(spec.nbytes(name) for name in "qkv")
+    result = spec.nbytes("q") // spec.shape("q")[3] * spec.shape("v")[3]
+    return float(read + result if passes == "forward" else 3 * (read + result))
+
+
 def _moved(spec: Spec) -> float:
     return cost(*map(dict, (spec.shapes, spec.dtypes, spec.params))).bytes
 
@@ -110,6 +121,8 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
         return math.inf
     if _streams(spec, device, passes):
         return seconds(device, 0.0, _moved(spec), memory=STREAMED)
+    if short.takes(spec).ok:
+        return seconds(device, 0.0, _of_short(spec, passes), memory=SHORT[passes])
     both = passes != "forward"
     own = OWN_UNEVEN if _uneven(spec) else OWN
     reached, launches = own[passes] * share(passes, filled(h)), 8 if both else 3
