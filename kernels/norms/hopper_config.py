@@ -348,7 +348,7 @@ def usual(norm: Norm, backward: bool, programs: int = PROCESSORS) -> Teams:
 
     Example:
         >>> usual(Norm(True, 0.0, 64, 16384, "bfloat16", "bfloat16", ()), True)
-        Teams(rows=1, warpgroups=4, teams=1, stages=3, programs=132)
+        Teams(rows=1, warpgroups=4, teams=1, stages=3, programs=132, tiled=False)
     """
     every = list(_likely(norm, programs))
     good = (c for c in every if verdict_of(c, norm, backward).ok)
