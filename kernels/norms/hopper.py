@@ -100,31 +100,27 @@ def fits(config: Teams, spec: Spec, device: Device, backward: bool) -> Verdict:
 # ------------------------------------------------------------------- both passes
 def _normalized(call: Call, config: Teams | None) -> tuple[Array, Array | None]:
     """The norm of rows and, with an addend, the sums that it normalises."""
-    from rewriter.kernels.norms import hopper_tiles
-    from rewriter.kernels.norms.hopper_kernel import normalized
+    from rewriter.kernels.norms import hopper_kernel, hopper_tiles
 
     norm = _of_call(call)
     teams = _fitting(config, norm, False)
     if teams is None:  # x alone fits
         alone = call.of_sum()
         return _normalized(alone, None)[0], alone.x
-    if teams.tiled:
-        return hopper_tiles.normalized(norm, call.x, call.given, teams), None
-    out, *total = normalized(norm, call.x, call.given, teams, call.addend)
+    run = hopper_tiles.normalized if teams.tiled else hopper_kernel.normalized
+    out, *total = run(norm, call.x, call.given, teams, call.addend)
     return out, total[0] if total else None
 
 
 def _cotangents(call: Call, up: Array, config: Teams | None) -> dict[str, Array]:
     """The cotangents; where rows do not fit, those of the plain kernel."""
-    from rewriter.kernels.norms import hopper_tiles
-    from rewriter.kernels.norms.hopper_kernel import cotangents
+    from rewriter.kernels.norms import hopper_kernel, hopper_tiles
 
     norm = _of_call(call)
     teams = _fitting(config, norm, True)
-    if teams is not None and teams.tiled:
-        return hopper_tiles.cotangents(norm, call.x, up, call.given, teams)
     if teams is not None:
-        return cotangents(norm, call.x, up, call.given, teams, call.addend)
+        run = hopper_tiles.cotangents if teams.tiled else hopper_kernel.cotangents
+        return run(norm, call.x, up, call.given, teams, call.addend)
     if call.addend is not None:  # the other two arrays may fit
         made = _cotangents(replace(call, addend=None), up, config)
         return {**made, "x": made["x"] + call.addend}

@@ -299,13 +299,12 @@ def _verdict_of_tiles(config: Teams, norm: Norm, backward: bool) -> Verdict:
     if norm.d not in TILE_COLUMNS:
         found.append(no("width", f"rows of {norm.d}, not a multiple of 16 up to 256"))
         return all_of(*found)
-    if norm.addend:
-        found.append(no("addend", "tiles of rows have none"))
     if _item(norm.out) != _item(norm.dtype) and not backward:
         found.append(no("dtype", "a result of another size than its operand"))
     if config.warpgroups != 1 or not 1 <= lanes <= FOUR or config.stages < 2:
         found.append(no("numbers", f"{config}: one to four teams of one warpgroup"))
-    items = _item(norm.dtype) + (_item(norm.out) if backward else 0)
+    items = _item(norm.dtype) * (1 + norm.addend)
+    items += _item(norm.out) if backward else 0
     size = lanes * config.stages * TILE_ROWS * norm.d * items + 2 * MORE
     size += norm.bytes_of("scale", "bias") * norm.d
     if size > SHARED_MEMORY:

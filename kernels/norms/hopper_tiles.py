@@ -36,17 +36,23 @@ LINE = 128
 memory."""
 
 
-def normalized(norm: Norm, x: Array, given: dict[str, Array], config: Teams) -> Array:
-    """Returns the norm of rows [m, d]; see `hopper_kernel.normalized`."""
+def normalized(
+    norm: Norm, x: Array, given: dict[str, Array], config: Teams,
+    addend: Array | None = None,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Returns the norm of rows [m, d], and sums; see `hopper_kernel.normalized`."""
     config = _of_rows(config, norm.m)
-    out = {"out": jax.ShapeDtypeStruct(x.shape, norm.out)}
-    (made,) = _call(_Forward, norm, config, {"x": x}, given, out)
-    return made
+    arrays, out = {"x": x}, {"out": jax.ShapeDtypeStruct(x.shape, norm.out)}
+    if addend is not None:
+        arrays["addend"] = addend
+        out["sum"] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return tuple(_call(_Forward, norm, config, arrays, given, out))
 
 
 def cotangents(
-    norm: Norm, x: Array, cotangent: Array, given: dict[str, Array], config: Teams
-) -> dict[str, Array]:
+    norm: Norm, x: Array, cotangent: Array, given: dict[str, Array], config: Teams,
+    addend: Array | None = None,
+) -> dict[str, Array]:  # fmt: skip
     """Returns the cotangents of x and `given`; see `hopper_kernel.cotangents`."""
     config = _of_rows(config, norm.m)
     lanes = config.programs * config.teams
@@ -58,6 +64,7 @@ def cotangents(
         shape = (lanes, TILE_ROWS)
         out["depsilon"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     arrays = {"x": x, "cotangent": cotangent}
+    arrays |= {} if addend is None else {"addend": addend}
     made = dict(
         zip(out, _call(_Backward, norm, config, arrays, given, out), strict=True)
     )
@@ -214,9 +221,16 @@ class _Tiles:
         return range(self.norm.d // self.each)
 
     def x(self, slot: Any, i: int, level: Any = None) -> Array:
-        """A panel of x, its rows' levels subtracted: float32 [64, each]."""
-        x = self.memory["x"].at[slot, i][...].astype(jnp.float32)
+        """A panel of x, or of sums, with levels subtracted: float32 [64, each]."""
+        x = self.streamed("x", slot, i)
+        if self.norm.addend and "cotangent" not in self.rows:
+            x = x + self.streamed("addend", slot, i)
+            x = x.astype(self.norm.dtype).astype(jnp.float32)
         return x if level is None else x - self.along(level)
+
+    def streamed(self, name: str, slot: Any, i: int) -> Array:
+        """A panel of a streamed array: float32 [64, each]."""
+        return self.memory[name].at[slot, i][...].astype(jnp.float32)
 
     def kept(self, name: str, i: int) -> Array | None:
         """What is kept for the columns of a panel, in every row."""
@@ -297,13 +311,19 @@ class _Forward(_Tiles):
         root = self.root(square, level, turn)
         self.refill(turn)
         for i in self.panels:
-            y = self.x(slot, i, level) * self.along(root)
+            y = self.x(slot, i)
+            if self.norm.addend:
+                place = self.memory["addend"].at[slot, i]
+                place[...] = y.astype(place.dtype)
+            y = (y if level is None else y - self.along(level)) * self.along(root)
             scale, bias = self.kept("scale", i), self.kept("bias", i)
             y = y if scale is None else y * scale
             y = y if bias is None else y + bias
             place = self.memory["x"].at[slot, i]
             place[...] = y.astype(place.dtype)
         self.write("out", "x", turn)
+        if self.norm.addend:
+            self.write("sum", "addend", turn)
         return carry
 
 
@@ -323,10 +343,6 @@ class _Backward(_Tiles):
         given = "epsilon" in self.refs
         return zeros, pallas_gpu_tiles.zeros((TILE_ROWS,)) if given else jnp.int32(0)
 
-    def up(self, slot: Any, i: int) -> Array:
-        """A panel of the result's cotangent."""
-        return self.memory["cotangent"].at[slot, i][...].astype(jnp.float32)
-
     def compute(self, turn: Any, carry: Any) -> Any:
         """Computes and writes a tile's cotangents."""
         norm, slot = self.norm, self.slot(turn)
@@ -334,7 +350,7 @@ class _Backward(_Tiles):
         plgpu.barrier_wait(self.memory["ready"].at[slot])
 
         def scaled(i: int) -> Array:
-            up, scale = self.up(slot, i), self.kept("scale", i)
+            up, scale = self.streamed("cotangent", slot, i), self.kept("scale", i)
             return up if scale is None else up * scale
 
         level = less = None
@@ -350,13 +366,15 @@ class _Backward(_Tiles):
         self.refill(turn)
         sums = [list(parts) for parts in sums]
         for i in self.panels:
-            n, up = y(i) * self.along(root), self.up(slot, i)
+            n, up = y(i) * self.along(root), self.streamed("cotangent", slot, i)
             for k, name in enumerate(norm.summed):
                 term = up * n if name == "scale" else up
                 sums[k][i] = sums[k][i] + pallas_gpu_tiles.row_pairs(term)
             g = scaled(i)
             g = g if less is None else g - self.along(less)
             down = (g - n * self.along(product)) * self.along(root)
+            if norm.addend:
+                down = down + self.streamed("addend", slot, i)
             place = self.memory["x"].at[slot, i]
             place[...] = down.astype(place.dtype)
         self.write("dx", "x", turn)
