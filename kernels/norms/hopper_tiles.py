@@ -233,10 +233,11 @@ class _Tiles:
         return self.memory[name].at[slot, i][...].astype(jnp.float32)
 
     def kept(self, name: str, i: int) -> Array | None:
-        """What is kept for the columns of a panel, in every row."""
-        if f"kept_{name}" not in self.memory:
+        """Returns what there is for the columns of a panel, in every row."""
+        if name not in self.refs:
             return None
-        place = self.memory[f"kept_{name}"].at[pl.ds(i * self.each, self.each)]
+        source = self.memory.get(f"kept_{name}", self.refs[name])
+        place = source.at[pl.ds(i * self.each, self.each)]
         found = pallas_gpu.loaded(place, pallas_gpu.COLUMNS, optimized=False)
         shape = (TILE_ROWS, self.each)
         return lax.broadcast_in_dim(found.astype(jnp.float32), shape, [1])
