@@ -20,6 +20,7 @@ from rewriter.kernels.norms.hopper_config import (
     TILE_COLUMNS,
     Norm,
     Teams,
+    is_narrow_forward,
     measured,
     norm_of,
     proposed,
@@ -71,6 +72,12 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
     """Returns whether such sizes were measured."""
     del device
     return measured(spec, passes)
+
+
+def margin(spec: Spec, device: Device, passes: str) -> float | None:
+    """Returns the share of XLA's time that is enough where both were compared."""
+    del device
+    return 1.0 if is_narrow_forward(spec, passes) else None
 
 
 # ------------------------------------------------------------------- its configs
@@ -172,6 +179,7 @@ KERNELS = kernels(
         by_estimate,
         by_rule=False,
         estimate=estimate,
+        margin=margin,
         modelled=modelled,
         temporary=temporary,
     ),
