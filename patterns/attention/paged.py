@@ -26,9 +26,10 @@ from rewriter.find.reading import (
     operand,
 )
 from rewriter.patterns.attention import read
-from rewriter.patterns.attention.read import ANCHORS, STEPS
+from rewriter.patterns.attention.read import ANCHORS, DOT, STEPS
 from rewriter.program.graph import Node
 
+GATHER = frozenset({"gather"})
 NAME = "paged_attention"
 AXES = ("kpzh", "pkzh", "pzkh")
 """Axes of a pool by the parameter ``heads_axis``."""
@@ -37,7 +38,7 @@ AXES = ("kpzh", "pkzh", "pzkh")
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of attention over pages around an exponential."""
     looking = looking_through(find, NAME, _of_pages)
-    if looking is None:
+    if looking is None or not reads_pages(looking, anchor):
         return
     for reading in read.propose(looking, anchor):
         try:
@@ -78,8 +79,33 @@ def looking_through(
 
 def _of_pages(find: Finder, node: Node) -> bool:
     """Whether a gather takes several pages of an array with heads."""
-    taken = node.params["slice_sizes"]
-    return len(taken) == 4 and sum(n > 1 for n in taken) >= 2
+    return len(node.params["slice_sizes"]) == 4 and takes_pages(find, node)
+
+
+def takes_pages(find: Finder, node: Node) -> bool:
+    """Returns whether a gather takes one entry of an axis, and two axes whole or more.
+
+    Labels that are looked up in logits are no pages: all axes are taken alone.
+    """
+    taken, sizes = node.params["slice_sizes"], find.graph.shape(node.ins[0])
+    cut = [n for n, size in zip(taken, sizes, strict=True) if n != size]
+    return cut == [1] and sum(n > 1 for n in taken) >= 2
+
+
+def reads_pages(find: Finder, anchor: Node) -> bool:
+    """Returns whether pages lie above a product whose exponential an anchor takes.
+
+    Args:
+        find: A search that looks through gathers.
+        anchor: The exponential.
+    """
+    above = find.regions.above
+    return any(
+        node.outs[0] in find.gathers
+        for product in above(anchor.ins[0], DOT)
+        for operand_of in product.ins
+        for node in above(operand_of, GATHER)
+    )
 
 
 def paged(find: Finder, reading: Reading) -> Reading:

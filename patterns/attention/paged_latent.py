@@ -19,7 +19,12 @@ from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Group, Operand, Reading, Refused, operand
 from rewriter.patterns.attention import read
 from rewriter.patterns.attention.latent import latent
-from rewriter.patterns.attention.paged import looking_through, pool_without_heads
+from rewriter.patterns.attention.paged import (
+    looking_through,
+    pool_without_heads,
+    reads_pages,
+    takes_pages,
+)
 from rewriter.patterns.attention.read import ANCHORS, STEPS
 from rewriter.program.graph import Node
 
@@ -29,7 +34,7 @@ NAME = "paged_latent_attention"
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of latent attention over pages around an exponential."""
     looking = looking_through(find, NAME, _of_pages)
-    if looking is None:
+    if looking is None or not reads_pages(looking, anchor):
         return
     for reading in read.propose(looking, anchor):
         try:
@@ -48,7 +53,7 @@ def _of_pages(find: Finder, node: Node) -> bool:
     taken, shape = node.params["slice_sizes"], find.graph.shape(node.ins[0])
     heads = [n for n in shape[1:-1] if n == 1]
     plain = len(taken) - len(heads) == 3 and len(shape) == len(taken)
-    return plain and sum(n > 1 for n in taken) >= 2
+    return plain and takes_pages(find, node)
 
 
 def paged(find: Finder, reading: Reading) -> Reading:

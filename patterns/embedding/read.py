@@ -87,7 +87,9 @@ def read(find: Finder, node: Node, op: str) -> Reading:
     """
     g, value, axes = find.graph, node.outs[0], row_axes(node)
     options = {"by_rows": True} if op == LOOKUP else {}
-    ev = find.evaluator(value, inside=frozenset({value}), **options)
+    # A table that was laid out anew may have other readers: it is not laid out twice.
+    names = {node.ins[0]: node.ins[0]} if op == LOOKUP else {}
+    ev = find.evaluator(value, names=names, inside=frozenset({value}), **options)
     order = row_order(ev, node, axes)
     args = ev.indices(value)
     form = ev.poly(value, args)

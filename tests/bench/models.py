@@ -1,6 +1,6 @@
 """Training steps and inference of public models, unmodified: as written and rewritten.
 
-  python3 -m tests.bench.models [--only NAMES] [--processes 4] [--json PATH]
+  python3 -m tests.bench.models [--others] [--only NAMES] [--processes 4] [--json PATH]
 
 Hugging Face's flax models of their usual sizes, with drawn weights in bfloat16. A step
 is the loss, its gradients and an update by `optax.adamw`. Programs are compiled first,
@@ -12,6 +12,8 @@ the other programs. Figures are:
 - seconds of tracing, lowering and compiling
 - the share of the chip's peak, at 6 operations a weight and token, or 2 for inference
 - the kernels that take most of the rewritten program's time
+
+``--others`` measures models for which nothing was tuned.
 
 Needs flax, optax and transformers before 5.
 """
@@ -41,6 +43,7 @@ import rewriter
 from rewriter import _jax
 from rewriter.hardware import timing
 from tests.bench import in_turns, passes, record
+from tests.bench.other_models import OTHER_MODELS
 from tests.bench.public_models import MODELS, Batch, Model
 
 PEAK = {"H100": 989e12, "H200": 989e12}
@@ -90,9 +93,7 @@ def prepared(
     optimizer = optax.adamw(1e-4)
 
     def initial(key: jax.Array) -> Any:
-        shape = next(iter(batch.values())).shape
-        shape = (1, *shape[2:], shape[1]) if len(shape) == 4 else (1, *shape[1:])
-        return made.to_bf16(made.init_weights(key, shape))
+        return made.to_bf16(made.init_weights(key, _input_shape(batch)))
 
     def loss(weights: Any, given: Batch) -> jax.Array:
         return model.loss(made(**given, params=weights), given)
@@ -103,7 +104,7 @@ def prepared(
         return optax.apply_updates(weights, updates), state, value
 
     def inference(weights: Any, given: Batch) -> jax.Array:
-        return made(**given, params=weights).logits
+        return made(**given, params=weights)[0]
 
     weights = jax.eval_shape(initial, jax.random.key(0))
     state = jax.eval_shape(optimizer.init, weights)
@@ -134,6 +135,17 @@ def prepared(
         return drawn(), jax.jit(optimizer.init)(drawn()), batch
 
     return Prepared(model, count, programs, reports, seconds, draw, batch)
+
+
+def _input_shape(batch: Batch) -> Any:
+    """The shape that the library makes weights for: of one row, images channels last.
+
+    Models of images and texts want both.
+    """
+    images = [x.shape for x in batch.values() if x.ndim == 4]
+    others = [(1, *x.shape[1:]) for x in batch.values() if x.ndim < 4]
+    last = [(1, *shape[2:], shape[1]) for shape in images]
+    return (others[0], last[0]) if others and last else (others + last)[0]
 
 
 def _compiled(lowered: Any) -> tuple[Any, float]:
@@ -214,7 +226,7 @@ def measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(given.threads or _threads(given.processes)) as pool:
         models = []
-        for model in (m for m in MODELS if m.name in names):
+        for model in (m for m in _models(given) if m.name in names):
             try:
                 chosen = given.passes.split(",")
                 models.append(prepared(model, given.small, pool, chosen))
@@ -235,6 +247,10 @@ def measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
                 in_turns.write(given.json, rows)
 
 
+def _models(given: argparse.Namespace) -> tuple[Model, ...]:
+    return OTHER_MODELS if given.others else MODELS
+
+
 def _threads(processes: int) -> int:
     return max(1, (os.cpu_count() or 1) * 3 // 4 // processes)
 
@@ -243,12 +259,14 @@ def main() -> None:
     """Measures the models that are asked for, in several processes if so asked."""
     parser = in_turns.parser(__doc__)
     parser.add_argument("--threads", type=int, help="that compile, in each process")
+    parser.add_argument("--others", action="store_true", help="that nobody tuned for")
     given = parser.parse_args()
-    names = [model.name for model in MODELS]
+    names = [model.name for model in _models(given)]
     rows = in_turns.rows_of("tests.bench.models", names, given, measure_all)
     if rows is not None and given.json:
         versions = {"transformers": transformers.__version__}
         command = "python3 -m tests.bench.models" + " --small" * given.small
+        command += " --others" * given.others
         record.write(given.json, command, **versions, results=rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from rewriter.kernels.attention import KERNELS
 from rewriter.kernels.attention import PAGED as OP
 from rewriter.kernels.attention.pages import AXES
 from rewriter.ops.registry import registry
+from rewriter.patterns.attention import paged, paged_latent
 
 pytestmark = pytest.mark.once
 
@@ -296,6 +298,42 @@ def test_layers_share_one_proof() -> None:
     report = rewriter.explain(f, implementation=FORCED)(*inputs())
     assert report.counts()["attention"] == 4
     assert {s.form for s in report.sites} == {"paged_attention"}
+
+
+def test_only_attention_over_pages_is_read_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Attention beside a loss, or beside pages, is not looked at once more."""
+    tried: list[str] = []
+    for module in (paged, paged_latent):
+        made = module.read.propose
+
+        def propose(find: Any, anchor: Any, made: Any = made) -> Any:
+            if find.gathers:
+                tried.append(anchor.prim)
+            return made(find, anchor)
+
+        monkeypatch.setattr(module, "read", SimpleNamespace(propose=propose))
+    q, k, v, table, lengths = inputs()
+
+    def loss(q: Any, labels: Any) -> Any:
+        k = jnp.repeat(q[:, :, :K], 2, axis=1)
+        logits = attend(q, k, k, lengths)[:, :, 0]
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)
+        return jnp.sum(picked)
+
+    labels = jnp.ones((B, 3), "int32")
+    assert rewriter.explain(loss)(inputs(t=3)[0], labels).counts()["attention"] == 1
+    assert tried == []
+
+    def both(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:
+        own = jnp.concatenate([q[:, :, :K]] * 2, 1)
+        first = attend(q, own, own, lengths)
+        return program(SPELLINGS["index"], jnp.sin(first), k, v, table, lengths)
+
+    report = rewriter.explain(both, implementation=FORCED)(q, k, v, table, lengths)
+    assert [s.form for s in report.sites] == ["", "paged_attention"]
+    assert tried == ["exp"]
 
 
 def in_scan(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:

@@ -316,6 +316,25 @@ def test_gradients_of_lookups() -> None:
             )
 
 
+def test_tables_are_not_laid_out_twice() -> None:
+    """Blocks of keys are gathered from the array that the program transposes."""
+
+    def blocks(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        heads = x.reshape(B, V, 3, 2, D).transpose(0, 3, 1, 2, 4)
+        taken = jax.vmap(jax.vmap(lambda x, i: x[i]))(heads, ids)
+        return taken, heads
+
+    x = jnp.asarray(RNG.normal(size=(B, V * 3, 2 * D)), NARROW)
+    ids = jnp.asarray(RNG.integers(0, V, (B, 2, T)), jnp.int32)
+    fast = rewriter.optimize(blocks, implementation=LOOKUPS)
+    (site,) = fast.report(x, ids).sites
+    assert site.replaced
+    count = lambda f: str(f(x, ids)).count("transpose[")
+    assert count(fast.jaxpr) == count(jax.make_jaxpr(blocks)) == 1
+    for got, want in zip(fast(x, ids), blocks(x, ids), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_where_lookups_are_looked_for() -> None:
     """On GPUs, for tables of 16 bits, if no gradient is in the program already."""
     table, ids, w = _args(SPELLINGS["index"], NARROW)
