@@ -134,11 +134,29 @@ def _of_qkv(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
     kind = Divided if config.divided else OfKeys
     passing = averages if averages is not None and averages.passes else None
     of_queries = _averaging(x.of_queries, passing, x.empty)
-    if use.joined and ("q" not in use.joined or work_stealing.AVAILABLE):
+    parts = of_keys.problem.shared
+    able = "q" not in use.joined or work_stealing.AVAILABLE
+    if use.joined and able and (parts == 1 or not {"k", "v"} & set(use.joined)):
         return _joined(use, kind, of_keys, of_queries)
-    dk, dv = _call(kind, of_keys, of("k", "v"))
+    types = {name: _in_parts(x, parts) for name, x in of("k", "v").items()}
+    dk, dv = (_over_parts(x, parts) for x in _call(kind, of_keys, types))
     (dq,) = _call(OfQueries, of_queries, of("q"))
     return {"q": dq, "k": dk, "v": dv}
+
+
+def _in_parts(x: jax.ShapeDtypeStruct, parts: int) -> jax.ShapeDtypeStruct:
+    """The type of a cotangent of keys for each part of their query heads."""
+    b, s, heads, width = x.shape
+    return jax.ShapeDtypeStruct((b, s, heads * parts, width), x.dtype)
+
+
+def _over_parts(x: Array, parts: int) -> Array:
+    """A cotangent of keys, summed over the parts of their query heads."""
+    if parts == 1:
+        return x
+    b, s, heads, width = x.shape
+    apart = x.reshape(b, s, heads // parts, parts, width)
+    return apart.astype(jnp.float32).sum(3).astype(x.dtype)
 
 
 def _joined(

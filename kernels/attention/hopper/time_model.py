@@ -36,6 +36,10 @@ from rewriter.support.verdict import YES, Verdict, no
 
 MIB = 1 << 20
 
+SMALLEST = 1 << 20
+"""The fewest bytes of float32 scores that were measured, of more queries than decoding
+has (``tests/bench/results/choices_small_h200.json``)."""
+
 OWN = {"forward": 1.03, "forward_and_vjp": 0.98}
 OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
 """Our rate as a share of cuDNN's, and the same under causal masks and windows. On an
@@ -77,12 +81,12 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 
     Decoding was measured for fewer, see `_streams`.
     """
-    (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
-    if (scores := 4 * b * n * t * s) >= SMALL:
+    (b, t, n, _), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
+    decodes = t * n <= FEW_ROWS * heads and not short.takes(spec).ok
+    least = SMALL if decodes else SMALLEST
+    if (scores := 4 * b * n * t * s) >= least or _streams(spec, device, passes):
         return YES
-    if _streams(spec, device, passes):
-        return YES
-    text = f"scores of {scores / MIB:.3g} MiB: not measured below {SMALL >> 20} MiB"
+    text = f"scores of {scores / MIB:.3g} MiB: not measured below {least / MIB:g} MiB"
     return no("small", text)
 
 
@@ -125,7 +129,7 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
         return seconds(device, 0.0, _of_short(spec, passes), memory=SHORT[passes])
     both = passes != "forward"
     own = OWN_UNEVEN if _uneven(spec) else OWN
-    reached, launches = own[passes] * share(passes, filled(h)), 8 if both else 3
+    reached, launches = own[passes] * share(passes, filled(h)), 7 if both else 2
     reached *= AHEAD if both and backward_default(spec, device).ahead > 1 else 1.0
     made = seconds(
         device, _work(spec, both), 0.0, compute=reached, launches=launches
