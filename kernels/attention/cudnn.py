@@ -24,7 +24,6 @@ from rewriter.kernels.attention.cudnn_limits import traced_on
 from rewriter.kernels.attention.empty_rows import AVERAGED, NAN, PASSES, passed
 from rewriter.kernels.attention.estimate import (
     FULL_WIDTH,
-    SMALL,
     copies,
     least,
     made_even,
@@ -105,8 +104,9 @@ def deterministic(config: object) -> Verdict:
     return no("deterministic", "its gradients' sums differ from run to run")
 
 
-FEWEST = 128
-"""The fewest queries and keys."""
+FEWEST, LEAST_SCORES = 50, 16 << 20
+"""The fewest queries and keys, and bytes of float32 scores, of which it was faster than
+XLA on an H200 (``tests/bench/results/choices_small_h200.json``)."""
 
 
 def modelled(spec: Spec, device: Device | None = None, passes: str = "") -> Verdict:
@@ -116,10 +116,10 @@ def modelled(spec: Spec, device: Device | None = None, passes: str = "") -> Verd
         return no("untried", f"not compared with {more} on a GPU: measure it with tune")
     (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
     scores = 4 * b * n * t * s
-    if min(t, s) >= FEWEST and scores >= SMALL:
+    if min(t, s) >= FEWEST and scores >= LEAST_SCORES:
         return YES
     text = f"{t} queries, {s} keys and scores of {scores / (1 << 20):.3g} MiB"
-    least = f"below {FEWEST} of them or {SMALL >> 20} MiB"
+    least = f"below {FEWEST} of them or {LEAST_SCORES >> 20} MiB"
     return no("small", f"{text} are so little that XLA is as fast: {least}")
 
 

@@ -67,6 +67,14 @@ tensor cores. The loop over blocks reads at `LOOPED`, our decode kernel at `STRE
 
 READ, READ_ONCE, LOOPED, STREAMED = 0.26, 0.65, 0.2, 0.95
 
+LAUNCHED, LOOP_LAUNCHED, LENGTHS_LAUNCHED = 7, 9, 16
+"""Kernels of a forward on an NVIDIA GPU: XLA's, the loop's, and the loop's further ones
+with lengths. With gradients they are `BOTH` times as many
+(``tests/bench/results/choices_small_h200.json``)."""
+
+ONE_BLOCK = 512
+"""Up to so many queries and keys are one block of the loop, of which none is hidden."""
+
 LEAST = 16 << 20
 """The fewest bytes of keys and values for which decoding was measured."""
 
@@ -80,7 +88,7 @@ products of 80 and 48. The copies that make lengths even for cuDNN were not meas
 and are assumed to reach it too."""
 
 SMALL = 48 << 20
-"""The fewest bytes of float32 scores for which cuDNN and our kernel were measured."""
+"""The fewest bytes of float32 scores for which our kernel was measured in decoding."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
@@ -100,7 +108,8 @@ def of_xla(spec: Spec, device: Device, passes: str) -> float:
     xla = seconds(
         device, longer * work.whole,
         longer * (work.capped * often * size * work.scores + work.moved),
-        compute=DENSE, item=size, launches=4 * longer,
+        compute=DENSE, item=size,
+        launches=longer * (LAUNCHED if device.platform == "cuda" else 4),
         temporary=2.0 * size * work.scores,
     )  # fmt: skip
     if passes != "forward" or device.platform != "cuda" or work.rows > FEW_ROWS:
@@ -122,13 +131,17 @@ def of_blocks(spec: Spec, device: Device, passes: str) -> float:
 def looped(spec: Spec, device: Device, passes: str) -> float:
     """Returns seconds of the loop over blocks where queries are many."""
     work, size = _Work.of(spec), item(spec, "q")
-    blocks = BLOCKED * 4 * work.scores * (HIDDEN + (1 - HIDDEN) * work.share)
-    longer = BOTH if passes != "forward" else 1.0
+    alone = max(spec.shape("q")[1], spec.shape("k")[1]) <= ONE_BLOCK
+    share = 1.0 if alone and device.platform == "cuda" else work.share
+    blocks = BLOCKED * 4 * work.scores * (HIDDEN + (1 - HIDDEN) * share)
+    longer, launched = BOTH if passes != "forward" else 1.0, 4
+    if device.platform == "cuda":
+        launched = LOOP_LAUNCHED + LENGTHS_LAUNCHED * spec.has("kv_lengths")
     return seconds(
-        device, longer * work.whole * work.share,
+        device, longer * work.whole * share,
         longer * (work.capped * blocks + work.moved),
         compute=DENSE, item=size,
-        launches=longer * 4 * max(1.0, spec.shape("q")[1] / 2048),
+        launches=longer * launched * max(1.0, spec.shape("q")[1] / 2048),
     )  # fmt: skip
 
 

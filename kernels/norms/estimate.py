@@ -34,6 +34,10 @@ NARROW = {"xla": 0.46, "hopper": 0.65}
 """The shares of both, of layer norms of 256 to 768 columns with gradients
 (``tests/bench/results/choices_h100.json``)."""
 
+NARROW_FORWARD = {True: 0.75, False: 0.85}
+"""XLA's share for forwards of rows of 512 to 1023 columns, by whether they are centred
+(``tests/bench/results/choices_h200.json``)."""
+
 ON_TPU = {True: 5 / 9, False: 5 / 7}
 """The TPU kernel's time with gradients, as a share of XLA's, by whether rows are
 centred: it reads and writes arrays of rows five times, XLA's programs for TPUs nine or
@@ -52,6 +56,9 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         if hopper_config.is_narrow(spec, passes):
             share = NARROW["hopper"]
             each = seconds(device, 0.0, work.bytes, memory=NARROW["xla"])
+        if hopper_config.is_narrow_forward(spec, passes):
+            xla = NARROW_FORWARD[centred]
+            each = seconds(device, 0.0, work.bytes, memory=xla)
         own = seconds(device, 0.0, work.bytes, memory=share)
         if not hopper_config.measured(spec, passes).ok:
             own = math.inf

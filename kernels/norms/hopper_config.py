@@ -33,6 +33,9 @@ SPREAD = 4096
 """The most columns of a row for a single warpgroup. A lane then has 64 registers of
 sums for a layer norm's scale and bias, of the 128 that it has with four warpgroups."""
 
+TILED = 0
+"""Columns of rows that are multiples of 128 up to which tiles are the usual config."""
+
 FOUR = 4
 """Warpgroups of a block, and rows of a step of narrow rows. Each multiprocessor issues
 for four warps at a time, and a row of 1024 columns takes it little longer than summing
@@ -48,6 +51,12 @@ nothing."""
 MORE = 1 << 10
 """Bytes of shared memory for barriers."""
 
+TILE_ROWS = 64
+"""Rows of a tile of narrow rows."""
+
+TILE_COLUMNS = range(16, 257, 16)
+"""Columns of such rows."""
+
 MEASURED_COLUMNS, MEASURED_BYTES = range(1024, 16385), 16 << 20
 """Columns, and the fewest bytes of all rows, that were measured on an H200
 (``tests/bench/results/hopper_norms_h200.json``, ``decoder_norms_h200.json``)."""
@@ -57,6 +66,12 @@ NARROW = {True: range(128, 1024), False: range(512, 1024)}
 to 0.8 of XLA's time on an H100 and an H200, RMS norms 0.72 to 0.76 on an H200
 (``tests/bench/results/choices_h100.json``, ``choices_h200.json``). RMS norms of 128
 columns took 1.3 times as long as XLA."""
+
+FORWARD_COLUMNS, FORWARD_BYTES = range(512, 1024), 24 << 20
+"""Columns and the fewest bytes of which a forward pays. Alone, layer norms took 0.78 to
+0.88 of XLA's time on an H200, and RMS norms 0.92 to 1.00. Between a residual add and a
+product they took 0.94 to 1.01, and 1.07 where rows were of 12 MiB
+(``tests/bench/results/norms_in_programs_h200.json``)."""
 
 NARROW_AND_SMALL = range(256, 1024)
 """The same of arrays below `MEASURED_BYTES`, whether rows are centred or not."""
@@ -72,6 +87,8 @@ def measured(spec: Spec, passes: str) -> Verdict:
     shape, size = spec.shape("x"), _bytes_of_rows(spec)
     columns = _narrow(spec) if is_narrow(spec, passes) else MEASURED_COLUMNS
     least = MEASURED_BYTES
+    if is_narrow_forward(spec, passes):
+        return YES
     if passes != "forward" and math.prod(shape[:-1]) >= SMALL_ROWS:
         least = SMALL_BYTES
     if shape[-1] in columns and size >= least:
@@ -84,6 +101,12 @@ def measured(spec: Spec, passes: str) -> Verdict:
 def is_narrow(spec: Spec, passes: str) -> bool:
     """Returns whether a use has narrow rows that XLA takes long for, with gradients."""
     return passes != "forward" and spec.shape("x")[-1] in _narrow(spec)
+
+
+def is_narrow_forward(spec: Spec, passes: str) -> bool:
+    """Returns whether a use has narrow rows that XLA takes longer for, without them."""
+    enough = _bytes_of_rows(spec) >= FORWARD_BYTES
+    return passes == "forward" and spec.shape("x")[-1] in FORWARD_COLUMNS and enough
 
 
 def _narrow(spec: Spec) -> range:
@@ -106,6 +129,8 @@ class Teams:
         teams: Teams of a block of threads. Each takes steps of its own.
         stages: Steps of a team that shared memory holds.
         programs: The most blocks of threads.
+        tiled: Whether each warpgroup takes tiles of 64 rows; see `hopper_tiles`. Then
+            a team is one warpgroup, and `rows` does not count.
     """
 
     rows: int = 1
@@ -113,6 +138,7 @@ class Teams:
     teams: int = 4
     stages: int = 3
     programs: int = PROCESSORS
+    tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -245,6 +271,8 @@ def _item(dtype: str) -> int:
 def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
     """Returns whether a config can run for a norm, with reasons if not."""
     together, found = config.teams * config.warpgroups, [YES]
+    if config.tiled:
+        return _verdict_of_tiles(config, norm, backward)
     numbers = (config.rows, config.warpgroups, config.teams, config.programs)
     if min(numbers) < 1 or config.stages < 2:
         return no("numbers", f"{config} has a number below 1, or fewer than 2 stages")
@@ -268,10 +296,48 @@ def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
     return all_of(*found)
 
 
+def columns_of_panel(norm: Norm) -> int:
+    """Returns the columns of a panel of a tile of rows, the same for both arrays.
+
+    Example:
+        >>> columns_of_panel(Norm(True, 0.0, 64, 96, "bfloat16", "float32", ()))
+        32
+    """
+    widest = 128 // max(_item(norm.dtype), _item(norm.out))
+    return next(x for x in (64, 32, 16) if x <= widest and norm.d % x == 0)
+
+
+def _verdict_of_tiles(config: Teams, norm: Norm, backward: bool) -> Verdict:
+    """Returns the same for tiles of rows."""
+    found, lanes = [YES], config.teams
+    if norm.d not in TILE_COLUMNS:
+        found.append(no("width", f"rows of {norm.d}, not a multiple of 16 up to 256"))
+        return all_of(*found)
+    if _item(norm.out) != _item(norm.dtype) and not backward:
+        found.append(no("dtype", "a result of another size than its operand"))
+    if config.warpgroups != 1 or not 1 <= lanes <= FOUR or config.stages < 2:
+        found.append(no("numbers", f"{config}: one to four teams of one warpgroup"))
+    items = _item(norm.dtype) * (1 + norm.addend)
+    items += _item(norm.out) if backward else 0
+    size = lanes * config.stages * TILE_ROWS * norm.d * items + 2 * MORE
+    size += norm.bytes_of("scale", "bias") * norm.d
+    if size > SHARED_MEMORY:
+        text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
+        found.append(no("shared_memory", text))
+    if backward:
+        panel = columns_of_panel(norm)
+        used = len(norm.summed) * norm.d // 4 + 2 * panel + MORE_REGISTERS
+        if used > (most := min(255, REGISTERS // lanes // 8 * 8)):
+            found.append(no("registers", f"{used} registers a lane, of at most {most}"))
+    return all_of(*found)
+
+
 # --------------------------------------------------------------- what is proposed
 def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
     """Yields configs, most promising first."""
     able = [w for w in (1, 2, FOUR) if norm.d % (w * LANES) == 0]
+    if norm.d in TILE_COLUMNS and (norm.d % LANES or norm.d <= TILED):
+        yield from tiled(programs)
     enough = [w for w in able if norm.d <= w * SPREAD]
     narrow = 1 << max(1, SPREAD // norm.d).bit_length() - 1
     for warpgroups in enough + [w for w in reversed(able) if w not in enough]:
@@ -284,12 +350,18 @@ def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
             yield Teams(rows, warpgroups, teams, stages, programs)
 
 
+def tiled(programs: int) -> Iterator[Teams]:
+    """Yields configs of tiles of rows, most promising first."""
+    for stages, teams in itertools.product((3, 2), (FOUR, 3, 2, 1)):
+        yield Teams(TILE_ROWS, 1, teams, stages, programs, tiled=True)
+
+
 def usual(norm: Norm, backward: bool, programs: int = PROCESSORS) -> Teams:
     """Returns the first likely config that fits; if none does, one that does not.
 
     Example:
         >>> usual(Norm(True, 0.0, 64, 16384, "bfloat16", "bfloat16", ()), True)
-        Teams(rows=1, warpgroups=4, teams=1, stages=3, programs=132)
+        Teams(rows=1, warpgroups=4, teams=1, stages=3, programs=132, tiled=False)
     """
     every = list(_likely(norm, programs))
     good = (c for c in every if verdict_of(c, norm, backward).ok)
@@ -299,6 +371,9 @@ def usual(norm: Norm, backward: bool, programs: int = PROCESSORS) -> Teams:
 def proposed(norm: Norm, backward: bool, programs: int) -> list[Teams]:
     """Returns configs worth measuring, most promising first."""
     first = usual(norm, backward, programs)
+    narrow = [c for c in tiled(programs) if verdict_of(c, norm, backward).ok]
+    if first.tiled:
+        return narrow
     rows, shared, teams = first.rows, first.warpgroups, first.teams
     made = [
         Teams(r, w, t, stages, programs)
@@ -316,4 +391,5 @@ def proposed(norm: Norm, backward: bool, programs: int) -> list[Teams]:
             (first.stages, first.stages + norm.addend, 2 * first.stages)
         )
     ]
-    return [c for c in dict.fromkeys(made) if verdict_of(c, norm, backward).ok]
+    made = [c for c in dict.fromkeys(made) if verdict_of(c, norm, backward).ok]
+    return [*made, *narrow]

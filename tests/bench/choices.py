@@ -11,6 +11,7 @@ is left out. A row says by how many percent the choice is slower than the fastes
 above two is a wrong choice. XLA is an arm where its scores take less than `XLA_BYTES`.
 
 Each arm may fail alone. After `--seconds` no further row begins.
+`tests.bench.held_out` does the same for uses that are drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -446,16 +447,27 @@ def main() -> None:
             shapes = [jax.ShapeDtypeStruct(*x) for x in row.shapes]
             print(row.name, compiled(row, "forward", "hopper", shapes)[1], flush=True)
         return
-    begun, rows = time.monotonic(), []
-    todo = [
-        (of_pass(row, passes), passes)
-        for name in given.sets.split(",")
-        for row in EVERY[name]()
-        for passes in row.passes
-    ]
+    rows = [row for name in given.sets.split(",") for row in EVERY[name]()]
+    command = f"python3 -m tests.bench.choices --sets {given.sets}"
+    all_measured(rows, given.seconds, given.json, command)
+
+
+def all_measured(
+    rows: Iterable[Row], seconds: float, path: pathlib.Path | None, command: str
+) -> None:
+    """Prints a line per row and pass, and writes all of them if there is a path.
+
+    Args:
+        rows: The programs.
+        seconds: After so many no further row begins.
+        path: Where figures go.
+        command: What is said to have made them.
+    """
+    begun, done = time.monotonic(), []
+    todo = [(of_pass(row, passes), passes) for row in rows for passes in row.passes]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for i in range(0, len(todo), CHUNK):
-            if time.monotonic() - begun > given.seconds:
+            if time.monotonic() - begun > seconds:
                 print(f"no time for {len(todo) - i} rows", flush=True)
                 break
             some: list[tuple[Row, str, Arms]] = []
@@ -466,10 +478,9 @@ def main() -> None:
                     print(row.name, passes, repr(problem)[:200], flush=True)
             wait([x for *_, arms in some for x in arms.values()])
             for row, passes, arms in some:
-                rows.append(_printed(row, passes, arms, begun))
-            if given.json:
-                command = f"python3 -m tests.bench.choices --sets {given.sets}"
-                record.write(given.json, command, rows=rows)
+                done.append(_printed(row, passes, arms, begun))
+            if path:
+                record.write(path, command, rows=done)
 
 
 def _printed(row: Row, passes: str, arms: Arms, begun: float) -> dict[str, Any]:

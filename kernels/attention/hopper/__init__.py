@@ -28,18 +28,11 @@ from rewriter.kernels.attention.hopper.backward_config import (
 from rewriter.kernels.attention.hopper.backward_config import (
     fits_backward as fits_backward,
 )
-from rewriter.kernels.attention.hopper.config import (
-    COPIED,
-    filled,
-    filled_backward,
-    first_fitting,
-    fits_widths,
-)
 from rewriter.kernels.attention.hopper.config import Tiles as Tiles
 from rewriter.kernels.attention.hopper.config import configs as configs
 from rewriter.kernels.attention.hopper.config import default as default
+from rewriter.kernels.attention.hopper.config import first_fitting, fits_widths
 from rewriter.kernels.attention.hopper.config import fits as fits
-from rewriter.kernels.attention.hopper.config import widths as widths
 from rewriter.kernels.attention.hopper.dtypes import (
     is_halved,
     products,
@@ -48,6 +41,8 @@ from rewriter.kernels.attention.hopper.dtypes import (
 )
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
+from rewriter.kernels.attention.hopper.widths import COPIED, filled, filled_backward
+from rewriter.kernels.attention.hopper.widths import widths as widths
 from rewriter.kernels.attention.memory import temporary
 from rewriter.kernels.attention.weights import PARAM, PRECISION
 from rewriter.kernels.shared.hopper import by_estimate, importable
@@ -175,7 +170,9 @@ def backward(**given: Any) -> dict[str, Array]:
     extra = extra_of(flat(given))
     halves = is_halved(given["q"].dtype)
     config = given.pop("config", None) or first_fitting_backward(*sizes, extra, halves)
-    if config is None or not fits_backward_widths(config, *sizes, extra, halves).ok:
+    if config is None or not (
+        config.short or fits_backward_widths(config, *sizes, extra, halves).ok
+    ):
         return _joined(xla.backward(**flat(given)), joined)
     from rewriter.kernels.attention.hopper import backward_kernel
 

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from rewriter.kernels.attention.hopper import short
 from rewriter.kernels.attention.hopper.config import (
     BARRIERS,
     KIB,
     REGISTERS,
-    backward_widths,
     sees_unevenly,
 )
 from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
+from rewriter.kernels.attention.hopper.widths import backward_widths
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -47,6 +48,8 @@ class BackwardTiles:
         ahead: Tiles whose own rows shared memory holds. With two, those of the next
             tile are copied while one is computed, which helps where tiles meet few
             blocks.
+        short: Whether each warpgroup takes a whole head, of up to 64 queries and keys.
+            Of the other numbers only warpgroups, stages and programs count then.
     """
 
     queries: int = 64
@@ -60,6 +63,7 @@ class BackwardTiles:
     tables: bool = True
     claimed: bool = False
     ahead: int = 1
+    short: bool = False
 
 
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
@@ -81,6 +85,9 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     take 0.99 of the time, and with a bias of keys 0.97
     (``tests/bench/results/hopper_attention_h200.json``).
     """
+    whole = short.likely(BackwardTiles(short=True), spec, device, True)
+    if whole is not None:
+        return whole
     h, e = backward_widths(spec)
     width, extra, halves = max(h, e), extra_in(spec), is_halved(spec.dtype("q"))
     window = spec.param("window", (None, None))
@@ -133,7 +140,8 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
     if not (extra.copied or extra.slopes):
         found.insert(1, BackwardTiles(fused=True))
     found = [_claiming_backward(x, spec) for x in found]
-    return [replace(x, programs=processors(device)) for x in found]
+    found = [replace(x, programs=processors(device)) for x in found]
+    return [*short.configs(BackwardTiles(short=True), spec, device, True), *found]
 
 
 def _backward_configs(spec: Spec) -> list[BackwardTiles]:
@@ -186,6 +194,8 @@ def first_fitting_backward(
 def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config of the backward can run."""
     del device
+    if config.short:
+        return short.fits(spec, config, True)
     h, e = backward_widths(spec)
     halves = is_halved(spec.dtype("q"))
     return fits_backward_widths(config, h, e, extra_in(spec), halves)

@@ -16,12 +16,13 @@ from rewriter.kernels.attention.hopper import block_masks
 from rewriter.kernels.attention.hopper.averaged_rows import delta_of
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.backward_problem import Problem
-from rewriter.kernels.attention.hopper.config import filled_backward
 from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.forward_kernel import row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Terms, terms_of, transposed
+from rewriter.kernels.attention.hopper.widths import filled_backward
 from rewriter.kernels.shared.halves import split
+from rewriter.kernels.shared.hopper import PROCESSORS
 
 if TYPE_CHECKING:
     from jax import Array
@@ -127,8 +128,10 @@ def _problems(
         "warpgroups": config.warpgroups, "claimed": config.claimed,
         "halves": is_halved(use.q.dtype), "ahead": config.ahead,
     }  # fmt: skip
+    parts = key_parts(use, config)
     of_keys = Problem(
-        heads=heads, group=n // heads, shared=1, block=config.queries,
+        heads=heads * parts, group=n // heads // parts, shared=parts,
+        block=config.queries,
         mask=use.seen_by(terms.hides), terms=turned, values=config.stages,
         divided=config.divided, **common,
     )  # fmt: skip
@@ -138,6 +141,27 @@ def _problems(
         values=config.v_stages or config.stages, **common,
     )  # fmt: skip
     return of_keys, of_queries
+
+
+def key_parts(use: Use, config: BackwardTiles) -> int:
+    """Returns the parts of a key head's query heads that dk and dv are computed for.
+
+    Each part has tiles of its own, and XLA adds up their results. There are more than
+    one where tiles are fewer than the device has processors: with 882 keys of 4 heads
+    28 tiles of 132.
+    """
+    (b, _, n, _), (_, s, heads, _) = use.q.shape, use.k.shape
+    if config.fused:
+        return 1
+    rows = 64 if config.divided else 64 * config.warpgroups
+    tiles, wanted = b * heads * -(-s // rows), BUSY * (config.programs or PROCESSORS)
+    group = n // heads
+    able = (x for x in range(1, group) if group % x == 0 and tiles * x >= wanted)
+    return next(able, group)
+
+
+BUSY = 1.5
+"""Tiles of keys for each processor, at least, where heads can be divided."""
 
 
 def with_reach(side: Side) -> Side:

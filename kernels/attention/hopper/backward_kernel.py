@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.empty_rows import complete_if_any_empty
-from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper import pallas, short_kernel
 from rewriter.kernels.attention.hopper.averaged_rows import (
     Averages,
     averages_of,
@@ -61,9 +61,9 @@ from rewriter.kernels.attention.hopper.backward_of_tables import (
     TableProblem,
     splits,
 )
-from rewriter.kernels.attention.hopper.config import EDGE
 from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.use import Use
+from rewriter.kernels.attention.hopper.widths import EDGE
 from rewriter.kernels.shared import work_stealing
 from rewriter.kernels.shared.hopper import PROCESSORS
 
@@ -98,6 +98,8 @@ def backward(
     """
     use, (lse,) = Use(q, k, v, **given), residuals
     config = config or BackwardTiles()
+    if config.short:
+        return short_kernel.backward(use, out, lse, cotangent, config)
     x = inputs_of(use, out, lse, cotangent, config)
     grads = _of_qkv(use, x, config)
     if config.tables and use.bias is not None and 1 not in use.bias.shape[2:]:
@@ -132,11 +134,29 @@ def _of_qkv(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
     kind = Divided if config.divided else OfKeys
     passing = averages if averages is not None and averages.passes else None
     of_queries = _averaging(x.of_queries, passing, x.empty)
-    if use.joined and ("q" not in use.joined or work_stealing.AVAILABLE):
+    parts = of_keys.problem.shared
+    able = "q" not in use.joined or work_stealing.AVAILABLE
+    if use.joined and able and (parts == 1 or not {"k", "v"} & set(use.joined)):
         return _joined(use, kind, of_keys, of_queries)
-    dk, dv = _call(kind, of_keys, of("k", "v"))
+    types = {name: _in_parts(x, parts) for name, x in of("k", "v").items()}
+    dk, dv = (_over_parts(x, parts) for x in _call(kind, of_keys, types))
     (dq,) = _call(OfQueries, of_queries, of("q"))
     return {"q": dq, "k": dk, "v": dv}
+
+
+def _in_parts(x: jax.ShapeDtypeStruct, parts: int) -> jax.ShapeDtypeStruct:
+    """The type of a cotangent of keys for each part of their query heads."""
+    b, s, heads, width = x.shape
+    return jax.ShapeDtypeStruct((b, s, heads * parts, width), x.dtype)
+
+
+def _over_parts(x: Array, parts: int) -> Array:
+    """A cotangent of keys, summed over the parts of their query heads."""
+    if parts == 1:
+        return x
+    b, s, heads, width = x.shape
+    apart = x.reshape(b, s, heads // parts, parts, width)
+    return apart.astype(jnp.float32).sum(3).astype(x.dtype)
 
 
 def _joined(

@@ -42,10 +42,15 @@ class OfKeys(Kernel):
 
     def copy_tile(self, tile: Tile, w: int) -> None:
         """Copies the resident arrays of a tile."""
-        rows = pl.ds(tile.first + 64 * w, 64)
+        rows, head = pl.ds(tile.first + 64 * w, 64), self.key_head(tile)
         for name in self.fixed:
-            at, to = (tile.b, rows, tile.head), tile.of(w)
+            at, to = (tile.b, rows, head), tile.of(w)
             self.send(name, at, to, self.memory["ready"].at[to])
+
+    def key_head(self, tile: Tile) -> Any:
+        """Returns the key head of a tile, which several parts may share."""
+        shared = self.p.shared
+        return tile.head if shared == 1 else lax.div(tile.head, jnp.int32(shared))
 
     def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
         """Copies a streamed block to free memory of the first array."""
@@ -214,7 +219,8 @@ class Divided(OfKeys):
     def copy_tile(self, tile: Tile, w: int) -> None:
         """Copies the resident arrays of a tile over those that are stored already."""
         name, count = ("v", "k")[w], self.p.copies[1 - w]
-        at, ready = (tile.b, pl.ds(tile.first, 64), tile.head), self.memory["ready"]
+        at = tile.b, pl.ds(tile.first, 64), self.key_head(tile)
+        ready = self.memory["ready"]
         self.send(name, at, 0, ready.at[1 - w])
         for _ in range(self.copies(self.p) - count):
             plgpu.barrier_arrive(ready.at[1 - w])

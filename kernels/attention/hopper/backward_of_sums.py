@@ -60,13 +60,6 @@ class OfColumns(_Sums, OfKeys):
 
     name = "attention_key_sums"
 
-    def copy_tile(self, tile: Tile, w: int) -> None:
-        """Copies the resident arrays of a tile."""
-        head = lax.div(tile.head, jnp.int32(self.p.shared))
-        rows = pl.ds(tile.first + 64 * w, 64)
-        for name in self.fixed:
-            self.send(name, (tile.b, rows, head), w, self.memory["ready"].at[w])
-
     def begin(self, tile: Tile) -> Any:
         """Returns zeros to accumulate in, each for every eighth query."""
         del tile

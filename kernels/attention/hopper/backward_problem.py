@@ -39,7 +39,8 @@ class Problem:
         block: Columns of a block.
         heads: Heads of the arrays in tiles.
         group: Query heads that a tile of keys meets in turn; 1 for dq.
-        shared: Query heads of a key head; 1 for dk and dv.
+        shared: Heads in tiles of a key head: its query heads, or its parts for dk and
+            dv.
         values: Blocks of the second streamed array in shared memory; `stages` is for
             the first.
         divided: Whether the warpgroups share 64 rows; see `Divided`.

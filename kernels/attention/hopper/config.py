@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rewriter.kernels.attention.hopper import short
 from rewriter.kernels.attention.hopper.dtypes import products
 from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
+from rewriter.kernels.attention.hopper.widths import EDGE, widths
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -37,6 +39,8 @@ class Tiles:
         held: Whether the kernel waits for the previous product of weights and values
             after a block's exponentials. Otherwise ptxas (13.0) waits for it before
             them.
+        short: Whether each warpgroup takes a whole head, of up to 64 queries and keys.
+            Of the other numbers only warpgroups, stages and programs count then.
     """
 
     block_kv: int = 128
@@ -46,65 +50,12 @@ class Tiles:
     turns: bool = True
     claimed: bool = False
     held: bool = False
+    short: bool = False
 
     @property
     def rows(self) -> int:
         """Query rows of a tile."""
         return 64 * self.warpgroups
-
-
-EDGE = 8
-"""Rows that tiles in shared memory are copied by. Other lengths are copied by rows."""
-
-STEP = 16
-"""Tensor cores take heads in multiples of this width: copies add columns of zeros."""
-
-WIDE_STEP = 64
-"""The width of tiles that are read fastest."""
-
-COPIED = 8
-"""Copies take heads in multiples of this width; others are padded with zeros."""
-
-
-def filled(width: int) -> int:
-    """Returns the width that the forward reads, of which copies add zeros.
-
-    An odd number of `STEP` columns makes the narrowest tiles, of 32 bytes, which are
-    slow to copy and to read. So such heads are taken as multiples of `WIDE_STEP`. On an
-    H100 heads of 72 then took 0.73 to 0.87 of the time, of 112 0.83, of 40 0.76 to
-    1.02, of 80 0.99 to 1.01 (``tests/bench/results/attention_in_place_h100.json``).
-
-    Example:
-        >>> [filled(x) for x in (16, 40, 64, 72, 96, 112)]
-        [16, 64, 64, 128, 96, 128]
-    """
-    made = -(-width // STEP) * STEP
-    narrow = made % (2 * STEP) and made > STEP
-    return -(-width // WIDE_STEP) * WIDE_STEP if narrow else made
-
-
-def filled_backward(width: int) -> int:
-    """Returns the width that gradients read, as `filled` does for the forward.
-
-    Products are more of the work here: heads of 112 took 0.93 of the time as 128, but
-    heads of 72 and 80 took 1.03 to 1.10.
-
-    Example:
-        >>> [filled_backward(x) for x in (40, 72, 80, 112, 176)]
-        [48, 80, 80, 128, 192]
-    """
-    made, wide = (-(-width // step) * step for step in (STEP, WIDE_STEP))
-    return wide if made > WIDE_STEP and wide - made <= STEP else made
-
-
-def widths(spec: Spec) -> tuple[int, int]:
-    """Returns the widths of q and v that the forward reads."""
-    return filled(spec.shape("q")[3]), filled(spec.shape("v")[3])
-
-
-def backward_widths(spec: Spec) -> tuple[int, int]:
-    """Returns the widths of q and v that gradients read."""
-    return filled_backward(spec.shape("q")[3]), filled_backward(spec.shape("v")[3])
 
 
 def default(spec: Spec, device: Device) -> Tiles:
@@ -113,6 +64,8 @@ def default(spec: Spec, device: Device) -> Tiles:
     Measured on an H200, bfloat16, jax 0.11.2
     (``tests/bench/results/hopper_attention_h200.json``).
     """
+    if (whole := short.likely(Tiles(short=True), spec, device, False)) is not None:
+        return whole
     h, e = widths(spec)
     left, _ = spec.param("window", (None, None))
     extra, hides = extra_in(spec), sees_unevenly(spec)
@@ -219,7 +172,8 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
     """Returns configs worth measuring, most promising first."""
     here = processors(device)
     found = [_claiming(c, spec) for c in _configs(spec)]
-    return [replace(c, programs=min(c.programs, here)) for c in found]
+    found = [replace(c, programs=min(c.programs, here)) for c in found]
+    return [*short.configs(Tiles(short=True), spec, device, False), *found]
 
 
 def _configs(spec: Spec) -> list[Tiles]:
@@ -308,7 +262,7 @@ def registers(config: Tiles, e: int, count: int = 1) -> int:
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: shared memory, registers, block sizes."""
     del device
-    return _fits(config, spec)
+    return short.fits(spec, config, False) if config.short else _fits(config, spec)
 
 
 def _fits(config: Tiles, spec: Spec) -> Verdict:

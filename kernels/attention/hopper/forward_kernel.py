@@ -22,24 +22,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.empty_rows import AVERAGED, ZERO
-from rewriter.kernels.attention.hopper import block_masks, pallas, panels
+from rewriter.kernels.attention.hopper import block_masks, pallas, panels, short_kernel
 from rewriter.kernels.attention.hopper.blocks import (
     Mask,
     blocks_ahead,
     blocks_of,
 )
-from rewriter.kernels.attention.hopper.config import (
-    REGISTERS,
-    Tiles,
-    filled,
-    result_has_memory,
-)
+from rewriter.kernels.attention.hopper.config import REGISTERS, Tiles, result_has_memory
 from rewriter.kernels.attention.hopper.dtypes import is_halved, parts
 from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
 from rewriter.kernels.attention.hopper.use import Use, head_in_array
+from rewriter.kernels.attention.hopper.widths import filled
 from rewriter.kernels.attention.visibility import least
 from rewriter.kernels.shared import warpgroups, work_stealing
 from rewriter.kernels.shared.halves import split
@@ -158,6 +154,9 @@ def forward(
         **given: The other fields of `Use`.
     """
     use = Use(q, k, v, **given)
+    if config is not None and config.short:
+        out, lse = short_kernel.forward(use, config, swapped)
+        return (out, (lse,)) if residuals else out
     out, kept = _run(use, config or Tiles(), "lse" if residuals else "", swapped)
     return (out, kept) if residuals else out
 

@@ -21,13 +21,13 @@ from rewriter.kernels.attention.hopper.backward_config import (
     first_fitting_backward,
     fits_backward_widths,
 )
-from rewriter.kernels.attention.hopper.config import filled_backward
 from rewriter.kernels.attention.hopper.dtypes import takes_dtypes
 from rewriter.kernels.attention.hopper.extra_operands import extra_of
 from rewriter.kernels.attention.hopper.functions import Function, function_of
 from rewriter.kernels.attention.hopper.hoisting import hoisted
 from rewriter.kernels.attention.hopper.time_model import estimate as of_attention
 from rewriter.kernels.attention.hopper.time_model import modelled as as_measured
+from rewriter.kernels.attention.hopper.widths import filled_backward
 from rewriter.kernels.attention.op import SCORED
 from rewriter.kernels.attention.scored_form import ARRAYS, OWN, TABLES, as_attention
 from rewriter.kernels.attention.visibility import Visibility

@@ -19,17 +19,14 @@ from rewriter.kernels.attention.estimate import (
     share,
     whole,
 )
+from rewriter.kernels.attention.hopper import short
 from rewriter.kernels.attention.hopper.backward_config import (
     backward_default,
     fits_backward,
 )
-from rewriter.kernels.attention.hopper.config import (
-    COPIED,
-    filled,
-    filled_backward,
-    sees_unevenly,
-)
+from rewriter.kernels.attention.hopper.config import sees_unevenly
 from rewriter.kernels.attention.hopper.dtypes import is_halved, products
+from rewriter.kernels.attention.hopper.widths import COPIED, filled, filled_backward
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import processors
 from rewriter.ops.device import Device
@@ -38,6 +35,10 @@ from rewriter.ops.kernel import Spec
 from rewriter.support.verdict import YES, Verdict, no
 
 MIB = 1 << 20
+
+SMALLEST = 1 << 20
+"""The fewest bytes of float32 scores that were measured, of more queries than decoding
+has (``tests/bench/results/choices_small_h200.json``)."""
 
 OWN = {"forward": 1.03, "forward_and_vjp": 0.98}
 OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
@@ -62,6 +63,9 @@ share of the device's processors. With lengths, which leave blocks with unequal 
 that many times as many. Then the kernel took 0.87 to 0.98 of the time of the one that
 splits keys, on an H100 (``tests/bench/results/choices_h100.json``)."""
 
+SHORT = {"forward": 0.6, "forward_and_vjp": 0.6}
+"""The share of the bandwidth that attention of up to 64 positions reaches."""
+
 CAPPED, TABLED = 1.3, 2.2
 """The factors of its time with a soft cap, and with the cotangent of a bias."""
 
@@ -77,12 +81,12 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 
     Decoding was measured for fewer, see `_streams`.
     """
-    (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
-    if (scores := 4 * b * n * t * s) >= SMALL:
+    (b, t, n, _), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
+    decodes = t * n <= FEW_ROWS * heads and not short.takes(spec).ok
+    least = SMALL if decodes else SMALLEST
+    if (scores := 4 * b * n * t * s) >= least or _streams(spec, device, passes):
         return YES
-    if _streams(spec, device, passes):
-        return YES
-    text = f"scores of {scores / MIB:.3g} MiB: not measured below {SMALL >> 20} MiB"
+    text = f"scores of {scores / MIB:.3g} MiB: not measured below {least / MIB:g} MiB"
     return no("small", text)
 
 
@@ -95,6 +99,13 @@ def _streams(spec: Spec, device: Device, passes: str) -> bool:
         return False
     waves = 1 if set(spec.operands) == {"q", "k", "v"} else WAVES
     return b * heads >= FULL * waves * processors(device)
+
+
+def _of_short(spec: Spec, passes: str) -> float:
+    """Returns the bytes of q, k, v and the result, and of all that gradients move."""
+    read = sum(spec.nbytes(name) for name in "qkv")
+    result = spec.nbytes("q") // spec.shape("q")[3] * spec.shape("v")[3]
+    return float(read + result if passes == "forward" else 3 * (read + result))
 
 
 def _moved(spec: Spec) -> float:
@@ -114,9 +125,11 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
         return math.inf
     if _streams(spec, device, passes):
         return seconds(device, 0.0, _moved(spec), memory=STREAMED)
+    if short.takes(spec).ok:
+        return seconds(device, 0.0, _of_short(spec, passes), memory=SHORT[passes])
     both = passes != "forward"
     own = OWN_UNEVEN if _uneven(spec) else OWN
-    reached, launches = own[passes] * share(passes, filled(h)), 8 if both else 3
+    reached, launches = own[passes] * share(passes, filled(h)), 7 if both else 2
     reached *= AHEAD if both and backward_default(spec, device).ahead > 1 else 1.0
     made = seconds(
         device, _work(spec, both), 0.0, compute=reached, launches=launches

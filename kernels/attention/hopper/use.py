@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.attention.hopper.block_masks import Masks
 from rewriter.kernels.attention.hopper.blocks import Mask
-from rewriter.kernels.attention.hopper.config import EDGE
+from rewriter.kernels.attention.hopper.widths import EDGE
 
 if TYPE_CHECKING:
     from jax import Array

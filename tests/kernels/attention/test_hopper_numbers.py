@@ -15,12 +15,10 @@ import pytest
 
 import rewriter
 from rewriter.kernels.attention import hopper
-from rewriter.kernels.attention.hopper import (
-    backward_config,
-    config,
-)
+from rewriter.kernels.attention.hopper import backward_config
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.config import Tiles
+from rewriter.kernels.attention.hopper.widths import filled
 from rewriter.ops.kernel import spec_of
 from rewriter.ops.registry import registry
 from tests.kernels.attention.test_hopper import (
@@ -324,7 +322,7 @@ def tiles_of(name: str, fused: bool) -> tuple[BackwardTiles, bool]:
     """A case's config, and whether it can run."""
     shape, _, tiles = BACKWARD[name]
     tiles = dataclasses.replace(tiles, fused=fused)
-    sizes = (config.filled(x) for x in shape[5:])
+    sizes = (filled(x) for x in shape[5:])
     return tiles, backward_config.fits_backward_widths(tiles, *sizes).ok
 
 

@@ -59,6 +59,13 @@ SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles
         (3, 130, 150, 2, 2, 32, 32), {"empty_rows": "mean", "kv_lengths": (0, 70, 150)},
         Tiles(64, programs=0), BackwardTiles(programs=0),
     ),
+    "parts of a group": (
+        (1, 130, 150, 8, 2, 32, 32), {"window": CAUSAL}, Tiles(64, programs=2),
+        BackwardTiles(programs=5),
+    ),
+    "each query head by itself": (
+        (2, 130, 70, 4, 1, 32, 64), {}, Tiles(64, programs=2), BackwardTiles(),
+    ),
     "other values": (
         (1, 200, 200, 2, 2, 64, 32), {"window": CAUSAL}, Tiles(64, programs=1),
         BackwardTiles(),

@@ -53,7 +53,8 @@ def test_supports(op: str) -> None:
     its = kernel(op)
     for given in (spec(op, (1, 128)), spec(op, (384,)), spec(op, (3, 5, 16384)),
                   spec(op, (7, 1152), dtype="float16"), spec(op, (9, 32768), ()),
-                  spec(op, (64, 4096), dtype="float32")):  # fmt: skip
+                  spec(op, (64, 4096), dtype="float32"), spec(op, (7, 96)),
+                  spec(op, (7, 16), dtype="float32")):  # fmt: skip
         assert its.supports(given).ok
     for given, why in (
         (spec(op, (8, 128), dtype="float64"), "x is float64"),
@@ -182,6 +183,24 @@ LOWERED = [
     ((130, 128), "bfloat16", (), Teams(2, 1, 8, 2)),
 ]
 
+TILED = [
+    ((262144, 128), "bfloat16", ("scale", "bias"), Teams(64, 1, 2, 3, tiled=True)),
+    ((1000, 96), "float16", ALL, None),
+    ((77, 112), "float32", ("scale",), None),
+]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("shape", "dtype", "wanted", "config"), TILED)
+def test_narrow_rows_are_lowered(
+    shape: Any, dtype: str, wanted: Any, config: Any, op: str
+) -> None:
+    given, up = jax.eval_shape(lambda: make(op, shape, wanted, dtype))
+    call = jax.jit(lambda x, up: both(op, x, up, config=config))
+    text = jax.export.export(call, platforms=["cuda"])(given, up).mlir_module()
+    assert text.count("mosaic_gpu_v2") == 2
+    assert "norm_tiles_backward" in text
+
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("shape", "dtype", "wanted", "config"), LOWERED)
@@ -231,6 +250,7 @@ def compare(given: Any, up: Any, made: Any, wanted: Any) -> None:
 
 
 CASES = {
+    "tiles of narrow rows": ((130, 96), ALL, Teams(64, 1, 2, 2, 2, tiled=True)),
     "one row": ((1, 128), ALL, Teams()),
     "a vector": ((256,), ("scale",), Teams(2, 2, 1, 2)),
     "fewer rows than teams": ((5, 256), ALL, Teams(1, 2, 4, 3, 2)),
@@ -241,6 +261,9 @@ CASES = {
     "no operands": ((50, 640), (), Teams(1, 1, 2, 4, 2)),
     "one team": ((21, 1024), ALL, Teams(1, 8, 1, 2, 2)),
     "usual": ((19, 1536), ("scale", "bias"), None),
+    "tiles, two panels": ((70, 128), (), Teams(64, 1, 1, 3, 3, tiled=True)),
+    "tiles, many turns": ((900, 192), ALL, Teams(64, 1, 3, 3, 2, tiled=True)),
+    "usual, of 48": ((5, 7, 48), ("scale", "bias"), None),
 }
 
 

@@ -36,6 +36,7 @@ from rewriter.kernels.attention.hopper import (
     forward_tile,
     pallas,
     panels,
+    short_kernel,
     terms,
     use,
 )
@@ -47,6 +48,7 @@ from rewriter.kernels.cross_entropy import hopper_rows
 from rewriter.kernels.group_norm import hopper_kernel as group_norm_kernel
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
 from rewriter.kernels.norms import hopper_team as norms_team
+from rewriter.kernels.norms import hopper_tiles as norms_tiles
 from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
 from rewriter.kernels.quantized_dot.few_rows import kernel as few_rows
 from rewriter.kernels.ragged.dot.hopper import (
@@ -60,6 +62,7 @@ from rewriter.kernels.ragged.dot.hopper import (
 from rewriter.kernels.shared import (
     pallas_gpu,
     pallas_gpu_rows,
+    pallas_gpu_tiles,
     warpgroups,
     work_stealing,
 )
@@ -671,7 +674,7 @@ def simulated() -> Iterator[None]:
     kernels = (
         use, forward_kernel, forward_tile, backward_inputs, backward_kernel,
         backward_tiles, backward_of_keys, backward_of_queries, backward_of_sums,
-        backward_of_tables, averaged_rows, work_stealing, terms, panels,
+        backward_of_tables, averaged_rows, work_stealing, terms, panels, short_kernel,
     )  # fmt: skip
     with _replaced(kernels, pallas) as patch:
         _count(patch, backward_kernel, work_stealing)
@@ -819,10 +822,27 @@ def simulated_rows_of_logits() -> Iterator[None]:
 @contextmanager
 def simulated_norms() -> Iterator[None]:
     """Within, those of norms of rows do."""
-    kernels = norms_kernel, norms_team, group_norm_kernel
+    kernels = norms_kernel, norms_team, norms_tiles, group_norm_kernel
     with _replaced(kernels, pallas_gpu) as patch:
         _replace_rows(patch)
+        _replace_tiles(patch)
         yield
+
+
+def _replace_tiles(patch: pytest.MonkeyPatch) -> None:
+    """Replaces what kernels of tiles of rows need of Pallas."""
+    tiles = pallas_gpu_tiles
+    patch.setattr(tiles, "zeros", lambda shape: np.zeros(shape, np.float32))
+    patch.setattr(tiles, "row_positions", lambda: np.arange(tiles.HEIGHT))
+    patch.setattr(tiles, "row_pairs", _row_pairs)
+    patch.setattr(pallas_gpu, "loaded", lambda x, layout, **_: x.view().copy())
+    patch.setattr(pallas_gpu, "store_rows", lambda x, value: x.__setitem__(..., value))
+
+
+def _row_pairs(x: np.ndarray) -> np.ndarray:
+    """Sums of two rows, eight apart; groups of eight columns take turns as rows."""
+    both = x.reshape(4, 2, 8, -1, 2, 8).sum(1)  # warps, lanes, groups, two, columns
+    return both.transpose(0, 3, 1, 2, 4).reshape(len(x), -1)
 
 
 def _replace_rows(patch: pytest.MonkeyPatch) -> None:
