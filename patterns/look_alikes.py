@@ -248,10 +248,11 @@ def _log_of_softmax(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
             continue
         above = list(equations_above(graph, node.ins, BOUNDS, most=12))
         for chance in above:
-            if chance.prim == "div" and _is_softmax(graph, chance):
-                if any(n.prim == "gather" for n in above) or _is_picked(graph, node):
-                    text = "the logarithm of a softmax, which is -inf where it rounds "
-                    return node, text + "to 0: jax.nn.log_softmax is not, and is found"
+            softmax = chance.prim == "div" and _is_softmax(graph, chance)
+            picks = softmax and any(n.prim == "gather" for n in above)
+            if picks or (softmax and _is_picked(graph, node)):
+                text = "the logarithm of a softmax, which is -inf where it rounds to 0"
+                return node, text + ": jax.nn.log_softmax is not, and is found"
     return None
 
 

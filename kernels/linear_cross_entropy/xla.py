@@ -127,7 +127,7 @@ def forward(
         **how: Parameters of the op, as in `reference`.
     """
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, first, config, swapped, **how)
+    head, loss = head_and_loss(x, w, bias, first, config, swapped, **how)
     rows, columns = _sizes(head, x, config)
 
     def block(part: Rows, _: None) -> tuple[None, Rows]:
@@ -151,7 +151,7 @@ def _by_row(a: jax.Array, labels: jax.Array) -> jax.Array:
     return a.reshape(*labels.shape, *a.shape[1:])
 
 
-def _head_and_loss(
+def head_and_loss(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
@@ -208,7 +208,7 @@ def backward(
     del out, out_dtype
     top, weight = residuals
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, first, config, **how)
+    head, loss = head_and_loss(x, w, bias, first, config, **how)
     rows, columns = _sizes(head, x, config)
 
     added = in_parts(math.prod(x.shape[:-1]), rows)
@@ -330,7 +330,7 @@ def together(
         swapped: ``("w",)`` if the weights lie in memory as [v, k].
     """
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, first, config, swapped, **how)
+    head, loss = head_and_loss(x, w, bias, first, config, swapped, **how)
     count, classes = math.prod(x.shape[:-1]), head.classes
     size = jnp.dtype(head.held).itemsize
     parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
