@@ -77,6 +77,9 @@ TILE = 128
 """The classes of such a chunk are a multiple of this, the size of a product's tile."""
 
 
+WORKSPACE = 32 << 20
+"""Bytes that XLA's products take for themselves on a Hopper GPU."""
+
 OF_A_ROW = 640
 """Bytes of a row's numbers, of which the kernel for sums writes 128 in float32."""
 
@@ -120,13 +123,13 @@ def least_memory(spec: Spec, config: Chunk) -> Chunk:
     As many rows are held beside it as an eighth of XLA's memory allows. XLA holds
     logits twice in 16 bits and once in 32: 8 bytes each. Of an eighth, what is needed
     in passing takes a part: the cotangents of rows before they are joined, and later
-    those of a chunk's logits, its weights and their gradient.
+    those of a chunk's logits and its weights' gradient.
     """
     (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
     count, item = math.prod(rows), item_of(spec)
     size = of_cotangents(count, v, item, config)
-    in_passing = item * max(count * k, size * (count + 2 * k)) + OF_A_ROW * count
-    beside = (count * v - in_passing) // (item * v)
+    in_passing = item * max(count * k, size * (count + k)) + OF_A_ROW * count
+    beside = (count * v - in_passing - WORKSPACE) // (item * v)
     beside = beside // (TILE // 2) * (TILE // 2)
     return replace(config, beside=max(0, min(beside, count - k)))
 

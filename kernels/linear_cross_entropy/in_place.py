@@ -87,8 +87,9 @@ def together(
         parts, found = lax.optimization_barrier((parts, found))  # their logits are gone
         made = [found]
     held: list[jax.Array] = []
+    of = _replaced if steps.replaces(head, loss) else _of_rows
     for i in (1, 0) if ends[1] < ends[2] else (0,):
-        d, found, _ = _of_rows(head, loss, parts[i], steps)
+        d, found, *_ = of(head, loss, parts[i], steps)
         held, made = [d, *held], [found, *made]
         parts, held, made = lax.optimization_barrier((parts, held, made))
     sums = {"bias": sum(f.bias for f in made)} if head.bias is not None else {}
@@ -119,6 +120,16 @@ def _of_rows(
         product, bias = lax.optimization_barrier((product, bias))
     d = _narrow(head, product, known)
     return d, Found(out, head.back_of_x(d, rows["x"].dtype), bias), known
+
+
+def _replaced(
+    head: Head, loss: Loss, rows: Rows, steps: Any
+) -> tuple[jax.Array, Found]:
+    """Cotangents of rows' logits and results, by one step for both."""
+    product, labels = head.product(rows["x"]), loss.labels(rows["labels"])
+    known = rows | {"classes": labels, "product": product}
+    out, d = steps.replaced(head, loss, known)
+    return d, Found(out, head.back_of_x(d, rows["x"].dtype), None)
 
 
 def _of_others(

@@ -85,6 +85,10 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     return no("small", f"logits of {size_text(size)} are so small that XLA is as fast")
 
 
+Gradients = Callable[[Head, Loss, Rows], tuple[jax.Array, jax.Array]]
+"""Losses and cotangents of a product, see `Steps`."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """Functions of the product [n, v] of a block of rows.
@@ -94,10 +98,15 @@ class Steps:
         gradients: ``gradients(head, loss, known)`` gives losses and cotangents of the
             product with the scale, in the head's narrow dtype. `known` has of each row:
             classes, cotangent and product. None if they are computed from the former.
+        replaced: The same with cotangents in place of the product, which nothing may
+            read later. None as above.
+        replaces: Whether `replaced` computes some head's gradients of a loss.
     """
 
     reduced: Callable[[Head, jax.Array, jax.Array], Reduced] = of_product
-    gradients: Callable[[Head, Loss, Rows], tuple[jax.Array, jax.Array]] | None = None
+    gradients: Gradients | None = None
+    replaced: Gradients | None = None
+    replaces: Callable[[Head, Loss], bool] = lambda head, loss: False
 
 
 PLAIN = Steps()
