@@ -201,6 +201,7 @@ def check_loss(how: dict[str, Any], given: Any, config: Chunk, limit: float) -> 
             x=x, w=w, labels=given["labels"], cotangent=up, config=config, **how
         )
     )(given["x"], given["w"])
+    jax.block_until_ready(made)  # the simulator runs one kernel at a time
     alone = kernel.forward(**given, config=config, **how)
     with jax.enable_x64(True):
         wide = {n: jnp.asarray(given[n], jnp.float64) for n in ("x", "w")}
