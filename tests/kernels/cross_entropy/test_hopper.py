@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from rewriter.site import site
 from tests.support.kernels import simulator
 
 INF = float("inf")
+ONE_AT_A_TIME = threading.Lock()
+"""XLA may call two independent kernels at once, and the simulator takes one."""
 HOPPER = (("default", "hopper"),)
 LOSSES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -166,7 +169,7 @@ def on_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def called(kernel: Any) -> Any:
         def host(form: Form, how: Any, *arrays: Any) -> Any:
-            with simulator.simulated_rows_of_logits():
+            with ONE_AT_A_TIME, simulator.simulated_rows_of_logits():
                 made = kernel(*map(np.asarray, arrays), form, **how)
             return jax.tree.map(np.ascontiguousarray, made)
 
@@ -201,7 +204,6 @@ def check_loss(how: dict[str, Any], given: Any, config: Chunk, limit: float) -> 
             x=x, w=w, labels=given["labels"], cotangent=up, config=config, **how
         )
     )(given["x"], given["w"])
-    jax.block_until_ready(made)  # the simulator runs one kernel at a time
     alone = kernel.forward(**given, config=config, **how)
     with jax.enable_x64(True):
         wide = {n: jnp.asarray(given[n], jnp.float64) for n in ("x", "w")}
