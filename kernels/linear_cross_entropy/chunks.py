@@ -77,6 +77,9 @@ TILE = 128
 """The classes of such a chunk are a multiple of this, the size of a product's tile."""
 
 
+TWICE = 16
+"""The part of the rows whose logits may be computed twice to save memory."""
+
 WORKSPACE = 32 << 20
 """Bytes that XLA's products take for themselves on a Hopper GPU."""
 
@@ -96,7 +99,7 @@ def default(spec: Spec, device: Device) -> Chunk:
     budget = max(LARGE.budget, min(wanted, room))
     made = replace(LARGE, budget=budget)
     added = 4 * math.prod(spec.shape("w"))
-    if device.memory and added > device.memory // TOO_MUCH and _may_be_in_place(spec):
+    if device.memory and added > device.memory // TOO_MUCH and may_be_in_place(spec):
         return least_memory(spec, made)
     return made
 
@@ -110,7 +113,21 @@ def _adds_up_often(spec: Spec) -> bool:
     return DEFAULT.budget // (4 * max(v, 1)) < k // 4
 
 
-def _may_be_in_place(spec: Spec) -> bool:
+def in_place_of_sums(spec: Spec, config: Chunk) -> Chunk | None:
+    """Returns `least_memory` where that saves much, and little time is lost.
+
+    Gradients of the weights, added up in float32, would take more than an eighth of
+    XLA's memory. Few rows have no place for their logits, and are computed twice.
+    """
+    count, k = math.prod(spec.shape("x")[:-1]), spec.shape("x")[-1]
+    if config.beside is not None or 4 * k <= count or not may_be_in_place(spec):
+        return None
+    made = least_memory(spec, config)
+    again = count - k - (made.beside or 0)
+    return made if again <= count // TWICE else None
+
+
+def may_be_in_place(spec: Spec) -> bool:
     """Whether the gradient of the weights has room for some rows of logits."""
     (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
     alike = jnp.dtype(spec.dtype("w")).itemsize == item_of(spec)
