@@ -9,6 +9,7 @@ Linear attention  φ(q) (φ(k)ᵀ v) over a sum: no softmax is taken.
 Experts in a loop one after another, each for every token.
 Bounded norm      x / max(root, eps): a bound, and no epsilon inside the root.
 Changed weights   f(softmax(q kᵀ)) v, with an f that is no product or choice.
+Log of a softmax  log(softmax(y)[label]), and not log_softmax(y)[label].
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ ONE_AFTER_ANOTHER = (
     "experts are computed one after another for every token: sorted by expert, tokens "
     "fit a ragged dot"
 )
+SUM = "reduce_sum"
+BOUNDS = LAYOUT | {"add", "clamp", "gather", "max", "min"}
 SLICES = frozenset({"slice", "dynamic_slice", "gather", "split"})
 
 
@@ -239,7 +242,41 @@ def _changed_weights(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None
     return None
 
 
+def _log_of_softmax(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
+    for node in nodes:
+        if node.prim != "log":
+            continue
+        above = list(equations_above(graph, node.ins, BOUNDS, most=12))
+        for chance in above:
+            softmax = chance.prim == "div" and _is_softmax(graph, chance)
+            picks = softmax and any(n.prim == "gather" for n in above)
+            if picks or (softmax and _is_picked(graph, node)):
+                text = "the logarithm of a softmax, which is -inf where it rounds to 0"
+                return node, text + ": jax.nn.log_softmax is not, and is found"
+    return None
+
+
+def _is_softmax(graph: Graph, node: Node) -> bool:
+    """Whether a quotient is one of exponentials and their sum."""
+    above, below = (graph.node_of(_source(graph, i)) for i in node.ins)
+    if above is None or below is None or (above.prim, below.prim) != ("exp", SUM):
+        return False
+    return _source(graph, below.ins[0]) == above.outs[0]
+
+
+def _is_picked(graph: Graph, node: Node) -> bool:
+    """Whether one number of each row of a result is read: by a gather or a one-hot."""
+    for user in _below_layout(graph, node):
+        if user.prim == "gather":
+            return True
+        others = [graph.node_of(_source(graph, i)) for i in user.ins]
+        if user.prim == "mul" and any(n and n.prim == "eq" for n in others):
+            return True
+    return False
+
+
 KINDS = (
+    ("cross_entropy", _log_of_softmax),
     ("gated_linear_unit", _bilinear),
     ("gated_linear_unit", _of_two_inputs),
     ("attention", _linear_attention),

@@ -69,7 +69,12 @@ def totals(y: Array, form: Form) -> tuple[Array, Array]:
 
 
 def totals_and_gradients(
-    y: Array, first: Array, by_total: Array, each: Array, form: Form
+    y: Array,
+    first: Array,
+    by_total: Array,
+    each: Array,
+    form: Form,
+    in_place: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Returns what `totals` does, and cotangents [n, v] in y's dtype.
 
@@ -82,10 +87,16 @@ def totals_and_gradients(
         by_total: float32 [n].
         each: float32 [n].
         form: What is known of the rows.
+        in_place: Whether the cotangents take y's memory, which XLA copies if it has a
+            later reader. It needs `work_stealing.AVAILABLE`.
     """
-    given = first, by_total, each
+    given, name = (first, by_total, each), "sum_of_exponentials_and_gradient"
+    if in_place:
+        reference = jax.new_ref(y)
+        (sums,) = _call(name, reference, given, form, [])
+        return sums[:, 0], sums[:, 1], reference[...]
     out = [jax.ShapeDtypeStruct(y.shape, y.dtype)]
-    sums, d = _call("sum_of_exponentials_and_gradient", y, given, form, out)
+    sums, d = _call(name, y, given, form, out)
     return sums[:, 0], sums[:, 1], d
 
 
@@ -102,7 +113,7 @@ def _call(
         given_, outs = references[: len(given)], references[len(given) :]
         place = lax.axis_index(pallas_gpu.WARPGROUP), lax.axis_index(pallas_gpu.PROGRAM)
         row = _Row(form, y, columns, joined, *place)
-        top, weight = row.total()
+        top, weight, rest = row.total()
 
         @pallas_gpu.when(place[0] == 0)
         def _() -> None:
@@ -112,7 +123,8 @@ def _call(
             pallas_gpu_rows.store(outs[0].at[place[1]], both)
 
         if given_:
-            row.differentiate(top, weight, *(x[place[1]] for x in given_), outs[1])
+            slopes = row.slopes(top, weight, *(x[place[1]] for x in given_))
+            row.differentiate(*slopes, rest, outs[1] if out else y)
 
     call = pallas_gpu.kernel(
         body, name, [sums, *out], scratch, y.shape[0], form.warpgroups
@@ -149,8 +161,11 @@ class _Row:
         """The steps of `AT_ONCE` chunks of each warpgroup that have no padding."""
         return self.form.end // (AT_ONCE * self.form.warpgroups * self.width)
 
-    def total(self) -> tuple[Any, Any]:
-        """The top and the weight of the row."""
+    def total(self) -> tuple[Any, Any, list[Any]]:
+        """The top and the weight of the row, and the numbers of its last chunks.
+
+        Those overlap, and so they are read before the first of them may be written.
+        """
         weight = pallas_gpu_rows.zeros(self.width)
         top, none = weight + LOWEST, weight + float("-inf")
 
@@ -169,8 +184,10 @@ class _Row:
             return added(carry, [self.logits(start) for start in starts])
 
         carry = lax.fori_loop(0, self.whole, step, (top, weight))
+        last = []
         for start, inside in self.rest():
-            carry = added(carry, [jnp.where(inside, self.logits(start), none)])
+            last.append(self.narrow(start))
+            carry = added(carry, [jnp.where(inside, self.scaled(last[-1]), none)])
         top, weight = carry
         joined = self.joined.at[0], self.joined.at[1]
         (most,) = pallas_gpu_rows.row_maxima([top], joined[0], self.form.warpgroups)
@@ -178,34 +195,42 @@ class _Row:
         (sums,) = pallas_gpu_rows.row_sums([own], joined[1], self.form.warpgroups)
         endless = most == jnp.inf
         infinite, none = jnp.float32(jnp.inf), jnp.float32(0.0)
-        return jnp.where(endless, none, most), jnp.where(endless, infinite, sums)
+        weight = jnp.where(endless, infinite, sums)
+        return jnp.where(endless, none, most), weight, last
 
-    def differentiate(
-        self, top: Any, weight: Any, first: Any, by_total: Any, each: Any, out: Any
-    ) -> None:
-        """Writes the cotangents of the row."""
+    def slopes(
+        self, top: Any, weight: Any, first: Any, by_total: Any, each: Any
+    ) -> tuple[Any, Any, Any]:
+        """Numbers t, a and b of a row, whose cotangents are ``exp(y - t) a + b``."""
         for infinite in self.form.nan_at:
             lost = weight == jnp.float32(max(infinite, 0.0))
             weight = jnp.where(lost, jnp.float32(jnp.nan), weight)
         more = by_total * (jnp.log(weight) + top)
         none = jnp.float32(0.0)
-        share = (first + jnp.where(by_total == none, none, more)) / weight
+        return top, (first + jnp.where(by_total == none, none, more)) / weight, each
 
-        def write(start: Any, inside: Any = None) -> None:
-            d = jnp.exp(self.logits(start) - top) * share + each
+    def differentiate(
+        self, top: Any, share: Any, each: Any, last: Sequence[Any], out: Any
+    ) -> None:
+        """Writes the cotangents of the row, maybe in place of its logits."""
+
+        def write(start: Any, y: Any, inside: Any = None) -> None:
+            d = jnp.exp(y - top) * share + each
             if inside is not None:
                 d = jnp.where(inside, d, pallas_gpu_rows.zeros(self.width))
             place = out.at[self.index, pl.ds(start, self.width)]
             pallas_gpu_rows.store(place, d.astype(out.dtype))
 
         def step(i: Any, carry: Any) -> Any:
-            write(self.start(i))
+            write(self.start(i), self.logits(self.start(i)))
             return carry
 
         lax.fori_loop(0, self.whole * AT_ONCE, step, jnp.int32(0))
-        for start, _ in self.rest():
+        if out is self.y and last:  # they overlap what others read above
+            pallas_gpu_rows.wait_for_block()
+        for (start, _), y in zip(self.rest(), last, strict=True):
             end = jnp.float32(self.form.end - start)
-            write(start, self.numbers < end)
+            write(start, self.scaled(y), self.numbers < end)
 
     # -------------------------------------------------------------------- columns
     def start(self, chunk: Any) -> Any:
@@ -237,6 +262,14 @@ class _Row:
 
     def logits(self, start: Any) -> Any:
         """The logits of some columns, float32 in registers."""
+        return self.scaled(self.narrow(start))
+
+    def narrow(self, start: Any) -> Any:
+        """The numbers of some columns in registers, in their dtype."""
         place = self.y.at[self.index, pl.ds(start, self.width)]
-        y = pallas_gpu_rows.loaded(place)
+        return pallas_gpu_rows.loaded_as_is(place)
+
+    def scaled(self, y: Any) -> Any:
+        """The logits that numbers are, float32."""
+        y = y.astype(jnp.float32)
         return y if self.form.scale == 1 else y * self.form.scale

@@ -133,6 +133,8 @@ def pick(y: jax.Array, labels: jax.Array, outside: str) -> jax.Array:
         hit = labels[..., None] == jnp.arange(y.shape[-1], dtype=jnp.int32)
         return jnp.where(hit, y, 0).sum(-1)
     n = labels.ndim
+    if not n:  # of one row, as of several
+        return pick(y[None], labels[None], outside)[0]
     batch = tuple(range(n))
     dims = lax.GatherDimensionNumbers(
         offset_dims=(), collapsed_slice_dims=(n,), start_index_map=(n,),

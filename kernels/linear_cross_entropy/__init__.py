@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rewriter.kernels.cross_entropy.sharding import sharding
-from rewriter.kernels.linear_cross_entropy import hopper, xla
+from rewriter.kernels.linear_cross_entropy import hopper, tpu, xla
 from rewriter.kernels.linear_cross_entropy.cost import cost
 from rewriter.kernels.linear_cross_entropy.reference import reference, sample
 from rewriter.ops.op import Op, Operand, unsaid
@@ -37,4 +37,4 @@ OP = Op(
     ),
 )  # fmt: skip
 
-KERNELS = (xla.KERNEL, hopper.KERNEL)
+KERNELS = (xla.KERNEL, hopper.KERNEL, tpu.KERNEL)

@@ -69,9 +69,22 @@ COLUMNS = 8
 """The chunks of the gradients of a block whose logits are held, if not `whole`."""
 
 
-CHUNK = 1 << 27
-"""Bytes of the logits' cotangents of all rows that are held at once, where the logits
-are held in place of the weights' gradient."""
+CHUNK = 1 << 25
+"""Bytes of the cotangents of a chunk's logits, of all rows, where logits are held in
+place of the weights' gradient."""
+
+TILE = 128
+"""The classes of such a chunk are a multiple of this, the size of a product's tile."""
+
+
+TWICE = 16
+"""The part of the rows whose logits may be computed twice to save memory."""
+
+WORKSPACE = 32 << 20
+"""Bytes that XLA's products take for themselves on a Hopper GPU."""
+
+OF_A_ROW = 640
+"""Bytes of a row's numbers, of which the kernel for sums writes 128 in float32."""
 
 
 def default(spec: Spec, device: Device) -> Chunk:
@@ -86,7 +99,7 @@ def default(spec: Spec, device: Device) -> Chunk:
     budget = max(LARGE.budget, min(wanted, room))
     made = replace(LARGE, budget=budget)
     added = 4 * math.prod(spec.shape("w"))
-    if device.memory and added > device.memory // TOO_MUCH and _may_be_in_place(spec):
+    if device.memory and added > device.memory // TOO_MUCH and may_be_in_place(spec):
         return least_memory(spec, made)
     return made
 
@@ -100,7 +113,21 @@ def _adds_up_often(spec: Spec) -> bool:
     return DEFAULT.budget // (4 * max(v, 1)) < k // 4
 
 
-def _may_be_in_place(spec: Spec) -> bool:
+def in_place_of_sums(spec: Spec, config: Chunk) -> Chunk | None:
+    """Returns `least_memory` where that saves much, and little time is lost.
+
+    Gradients of the weights, added up in float32, would take more than an eighth of
+    XLA's memory. Few rows have no place for their logits, and are computed twice.
+    """
+    count, k = math.prod(spec.shape("x")[:-1]), spec.shape("x")[-1]
+    if config.beside is not None or 4 * k <= count or not may_be_in_place(spec):
+        return None
+    made = least_memory(spec, config)
+    again = count - k - (made.beside or 0)
+    return made if again <= count // TWICE else None
+
+
+def may_be_in_place(spec: Spec) -> bool:
     """Whether the gradient of the weights has room for some rows of logits."""
     (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
     alike = jnp.dtype(spec.dtype("w")).itemsize == item_of(spec)
@@ -111,14 +138,16 @@ def least_memory(spec: Spec, config: Chunk) -> Chunk:
     """Returns a config with logits in place of the gradient of the weights.
 
     As many rows are held beside it as an eighth of XLA's memory allows. XLA holds
-    logits twice in 16 bits and once in 32: 8 bytes each. Of an eighth, the cotangents
-    of rows in float32, and those of a chunk with its weights take a part.
+    logits twice in 16 bits and once in 32: 8 bytes each. Of an eighth, what is needed
+    in passing takes a part: the cotangents of rows before they are joined, and later
+    those of a chunk's logits and its weights' gradient.
     """
     (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
-    count = math.prod(rows)
-    size = of_cotangents(count, v, 2, config)
-    room = 0.93 * count * v - 4 * count * k - 2 * (count + 2 * k) * size
-    beside = int(room / (2 * v)) // 128 * 128
+    count, item = math.prod(rows), item_of(spec)
+    size = of_cotangents(count, v, item, config)
+    in_passing = item * max(count * k, size * (count + k)) + OF_A_ROW * count
+    beside = (count * v - in_passing - WORKSPACE) // (item * v)
+    beside = beside // (TILE // 2) * (TILE // 2)
     return replace(config, beside=max(0, min(beside, count - k)))
 
 
@@ -200,7 +229,8 @@ def classes_held(classes: int, config: Chunk) -> int:
 def of_cotangents(count: int, classes: int, itemsize: int, config: Chunk) -> int:
     """Classes of a chunk whose cotangents of all rows are held, beside all logits."""
     most = min(config.budget, CHUNK) // itemsize // max(count, 1)
-    return equal(classes, max(most, min(config.least, classes)))
+    most = most // TILE * TILE or most
+    return min(max(most, config.least), classes)
 
 
 def flat(x: jax.Array, labels: jax.Array, **more: jax.Array) -> Rows:

@@ -137,13 +137,18 @@ class Head:
             d: The cotangents, [n, v], narrow and with the scale.
             dtypes: The dtype of each result, by its name.
         """
+        dw = self.back_of_w(x, d, dtypes["w"])
+        return {"x": self.back_of_x(d, dtypes["x"]), "w": dw}
+
+    def back_of_x(self, d: jax.Array, dtype: Any) -> jax.Array:
+        """Cotangents of rows [n, k], from narrow ones of the product with the scale."""
+        return self._dot(d, self.w.astype(self.narrow), (1, self.axis), dtype)
+
+    def back_of_w(self, x: jax.Array, d: jax.Array, dtype: Any) -> jax.Array:
+        """Cotangents of weights, from rows x [n, k] and narrow ones of the product."""
         rows = x.astype(self.narrow)
         both = (d, rows) if self.turned else (rows, d)
-        over = (1, self.axis)
-        return {
-            "x": self._dot(d, self.w.astype(self.narrow), over, dtypes["x"]),
-            "w": self._dot(*both, (0, 0), dtypes["w"]),
-        }
+        return self._dot(*both, (0, 0), dtype)
 
     def _dot(
         self, a: jax.Array, b: jax.Array, contract: tuple[int, int], out: Any

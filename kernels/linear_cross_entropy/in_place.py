@@ -1,26 +1,55 @@
 """The loss and its gradients, with logits in the memory of the weights' gradient.
 
-All logits are needed before the first gradient of the weights is. The gradient [k, v]
-has room for the logits of k rows meanwhile: chunk of classes by chunk, the gradient
-replaces them. Logits of some more rows are held beside it. Those of the other rows are
-computed twice. So no gradient of weights is added up in float32, and each is written
-once.
+All cotangents of logits are needed before the first gradient of the weights is. The
+gradient [k, v] has room for those of k rows meanwhile: chunk of classes by chunk, the
+gradient replaces them. Those of some more rows are held beside it. Those of the other
+rows are computed twice. So no gradient is added up in float32, each is written once,
+and the cotangents take the place of the logits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.cross_entropy.rows import Loss, Sum
+from rewriter.kernels.cross_entropy.rows import Loss, Slopes
 from rewriter.kernels.cross_entropy.xla import gradient
 from rewriter.kernels.linear_cross_entropy import chunks
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.head import Head
-from rewriter.kernels.linear_cross_entropy.row_statistics import Reduced, reduced
+from rewriter.kernels.shared.row_blocks import over_blocks
+
+
+class Known(NamedTuple):
+    """What cotangents of rows follow from, beside their logits.
+
+    Attributes:
+        labels: The classes that have gradients.
+        top: What is subtracted from logits before their exponentials.
+        slopes: The cotangents of what is reduced over the classes.
+    """
+
+    labels: jax.Array
+    top: jax.Array
+    slopes: tuple[jax.Array, ...]
+
+
+class Found(NamedTuple):
+    """Results of some rows.
+
+    Attributes:
+        out: Their losses.
+        dx: Their cotangents.
+        bias: Their part of the bias's cotangent, or None without a bias.
+    """
+
+    out: jax.Array
+    dx: jax.Array
+    bias: jax.Array | None
 
 
 def takes(head: Head, count: int, classes: int) -> bool:
@@ -32,7 +61,8 @@ def takes(head: Head, count: int, classes: int) -> bool:
         classes: The number of classes without padding.
     """
     k, v = head.w.shape
-    return not head.turned and v == classes and count >= k and head.w.dtype == head.held
+    alike = head.w.dtype == head.held == head.narrow
+    return not head.turned and v == classes and count >= k and alike
 
 
 def together(
@@ -49,82 +79,115 @@ def together(
     """
     (count, k), v = rows["x"].shape, head.classes
     size = chunks.of_cotangents(count, v, jnp.dtype(head.held).itemsize, config)
-    beside = min(config.beside or 0, count - k)
-    labels = loss.labels(rows["labels"])
-    x = _parts(rows["x"], k, beside)
-    held = [head.product(part) for part in x[:2]]
-    picks = _parts(loss.picks(labels), k, beside)
-    some = [steps.reduced(head, y, p) for y, p in zip(held, picks, strict=False)]
-    again = _reduced_again(head, x[2], picks[2], config)
-    made = jax.tree.map(lambda *parts: jnp.concatenate(parts), *some, again)
-    # All of the logits' other readers come first, so that no copy of them is made.
-    held, (row, picked, below) = lax.optimization_barrier((held, made))
+    ends = 0, k, k + min(config.beside or 0, count - k), count
+    parts = [{n: a[i:j] for n, a in rows.items()} for i, j in pairwise(ends)]
+    made, again = [], None
+    if ends[2] < count:
+        found, again = _of_others(head, loss, parts[2], config, steps)
+        parts, found = lax.optimization_barrier((parts, found))  # their logits are gone
+        made = [found]
+    held: list[jax.Array] = []
+    of = _replaced if steps.replaces(head, loss) else _of_rows
+    for i in (1, 0) if ends[1] < ends[2] else (0,):
+        d, found, *_ = of(head, loss, parts[i], steps)
+        held, made = [d, *held], [found, *made]
+        parts, held, made = lax.optimization_barrier((parts, held, made))
+    sums = {"bias": sum(f.bias for f in made)} if head.bias is not None else {}
+    out, dx = (jnp.concatenate(a) for a in zip(*(f[:2] for f in made), strict=True))
+    # All readers of the first rows' cotangents come before what takes their place.
+    held, dx = lax.optimization_barrier((held, dx))
+    w = _of_weights(head, rows["x"], held, parts[2]["x"], again, size)
+    return out, dx, {"w": w, **sums}
+
+
+def _of_rows(
+    head: Head, loss: Loss, rows: Rows, steps: Any
+) -> tuple[jax.Array, Found, Known]:
+    """Cotangents of rows' logits, results, and what the former follow from.
+
+    The cotangents take the place of the logits, since these have no later reader.
+    """
+    labels, product = loss.labels(rows["labels"]), head.product(rows["x"])
+    row, picked, below = steps.reduced(head, product, loss.picks(labels))
+    out = loss.value(loss.total(row), picked, below, labels)
     row = loss.total(row)
-    known = {"classes": labels, "cotangent": rows["cotangent"], **row._asdict()}
-    dx, sums = _gradients(head, loss, rows["x"], x[2], held, known, size)
-    return loss.value(row, picked, below, labels), dx.astype(x[0].dtype), sums
+    slopes = loss.slopes(row, labels, rows["cotangent"])
+    known = Known(labels, row.top, (slopes.share, slopes.picked, slopes.each))
+    product, out, known = lax.optimization_barrier((product, out, known))
+    bias = None
+    if head.bias is not None:
+        bias = _cotangents(head, product, known).sum(0)
+        product, bias = lax.optimization_barrier((product, bias))
+    d = _narrow(head, product, known)
+    return d, Found(out, head.back_of_x(d, rows["x"].dtype), bias), known
 
 
-def _parts(a: jax.Array, first: int, beside: int) -> list[jax.Array]:
-    """The first rows, those beside, and the others."""
-    return [a[:first], a[first : first + beside], a[first + beside :]]
+def _replaced(
+    head: Head, loss: Loss, rows: Rows, steps: Any
+) -> tuple[jax.Array, Found]:
+    """Cotangents of rows' logits and results, by one step for both."""
+    product, labels = head.product(rows["x"]), loss.labels(rows["labels"])
+    known = rows | {"classes": labels, "product": product}
+    out, d = steps.replaced(head, loss, known)
+    return d, Found(out, head.back_of_x(d, rows["x"].dtype), None)
 
 
-def _reduced_again(
-    head: Head, x: jax.Array, labels: jax.Array, config: Chunk
-) -> Reduced:
-    """What is reduced of rows whose logits are not held."""
-    if not x.shape[0]:
-        none = jnp.zeros((0,), head.wide)
-        return Sum(none, none), none, none
-    v, size = head.classes, jnp.dtype(head.held).itemsize
-    columns = chunks.of_cotangents(x.shape[0], v, size, config)
-    return reduced(head, x, labels, columns)
+def _of_others(
+    head: Head, loss: Loss, rows: Rows, config: Chunk, steps: Any
+) -> tuple[Found, Known]:
+    """The same without cotangents, of rows whose logits are held for a while only."""
+    size = jnp.dtype(head.held).itemsize
+    most = max(config.budget // size // max(head.classes, 1), 1)
+
+    def block(part: Rows, total: Any) -> tuple[Any, Rows]:
+        _, found, known = _of_rows(head, loss, part, steps)
+        total = None if found.bias is None else total + found.bias
+        return total, {"found": found._replace(bias=None), "known": known}
+
+    zero = None if head.bias is None else jnp.zeros(head.bias.shape, head.wide)
+    count = rows["x"].shape[0]
+    bias, made = over_blocks(block, rows, zero, chunks.equal(count, most))
+    return made["found"]._replace(bias=bias), made["known"]
 
 
-def _gradients(
+def _cotangents(head: Head, product: jax.Array, known: Known) -> jax.Array:
+    """Cotangents of the product without its scale, in the wide dtype."""
+    y = head.logits(product)
+    d = gradient(Slopes(*known.slopes), y, known.top, head.hits(known.labels))
+    return head.of_product(y, d)
+
+
+def _narrow(head: Head, product: jax.Array, known: Known) -> jax.Array:
+    """Cotangents of the product, in the narrow dtype."""
+    d = _cotangents(head, product, known)
+    return (d * head.scale if head.scale != 1 else d).astype(head.narrow)
+
+
+def _of_weights(
     head: Head,
-    loss: Loss,
     x: jax.Array,
-    others: jax.Array,
     held: list[jax.Array],
-    known: Rows,
+    others: jax.Array,
+    known: Known | None,
     size: int,
-) -> tuple[jax.Array, Rows]:
-    """Cotangents of rows in the wide dtype, and those of weights and bias.
+) -> jax.Array:
+    """The cotangent of the weights, in place of those of the first rows' logits.
 
     Args:
         head: What makes logits.
-        loss: The loss.
         x: All rows.
-        others: The last rows, whose logits are not held.
-        held: Products of the first k rows, and of those that follow.
-        known: Of each row: classes, top, weight and cotangent.
+        held: Cotangents of the logits of the first k rows, and of those that follow.
+        others: The last rows, whose cotangents are not held.
+        known: What these follow from.
         size: Classes of a chunk.
     """
-    v = head.classes
-    row = Sum(known["top"], known["weight"])
-    slopes = loss.slopes(row, known["classes"], known["cotangent"])
-    dtypes = {"x": head.wide, "w": head.w.dtype}
-    sums: Rows = {"w": held[0]}
-    if head.bias is not None:
-        sums["bias"] = jnp.zeros_like(head.bias)
-        dtypes["bias"] = head.bias.dtype
 
-    def step(start: Any, size: int, carry: Any) -> Any:
-        dx, sums = carry
-        some = head.chunk(start, size)
-        parts = [
-            lax.dynamic_slice_in_dim(a, start, size, 1) for a in (sums["w"], held[1])
-        ]
-        y = some.logits(jnp.concatenate([*parts, some.product(others)]))
-        d = gradient(slopes, y, row.top, some.hits(known["classes"]))
-        found = some.back(x, some.of_product(y, d), dtypes)
-        put = {
-            n: lax.dynamic_update_slice_in_dim(a, found[n], start, a.ndim - 1)
-            for n, a in sums.items()
-        }
-        return dx + found["x"], put
+    def step(start: Any, size: int, w: jax.Array) -> jax.Array:
+        d = [lax.dynamic_slice_in_dim(a, start, size, 1) for a in (w, *held[1:])]
+        if known is not None:
+            some = head.chunk(start, size)
+            d.append(_narrow(some, some.product(others), known))
+        found = head.back_of_w(x, jnp.concatenate(d), w.dtype)
+        return lax.dynamic_update_slice_in_dim(w, found, start, 1)
 
-    zero = jnp.zeros(x.shape, head.wide)
-    return chunks.over_chunks(step, (zero, sums), v, size)
+    return chunks.over_chunks(step, held[0], head.classes, size)

@@ -85,6 +85,10 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     return no("small", f"logits of {size_text(size)} are so small that XLA is as fast")
 
 
+Gradients = Callable[[Head, Loss, Rows], tuple[jax.Array, jax.Array]]
+"""Losses and cotangents of a product, see `Steps`."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """Functions of the product [n, v] of a block of rows.
@@ -94,10 +98,15 @@ class Steps:
         gradients: ``gradients(head, loss, known)`` gives losses and cotangents of the
             product with the scale, in the head's narrow dtype. `known` has of each row:
             classes, cotangent and product. None if they are computed from the former.
+        replaced: The same with cotangents in place of the product, which nothing may
+            read later. None as above.
+        replaces: Whether `replaced` computes some head's gradients of a loss.
     """
 
     reduced: Callable[[Head, jax.Array, jax.Array], Reduced] = of_product
-    gradients: Callable[[Head, Loss, Rows], tuple[jax.Array, jax.Array]] | None = None
+    gradients: Gradients | None = None
+    replaced: Gradients | None = None
+    replaces: Callable[[Head, Loss], bool] = lambda head, loss: False
 
 
 PLAIN = Steps()
@@ -127,7 +136,7 @@ def forward(
         **how: Parameters of the op, as in `reference`.
     """
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, first, config, swapped, **how)
+    head, loss = head_and_loss(x, w, bias, first, config, swapped, **how)
     rows, columns = _sizes(head, x, config)
 
     def block(part: Rows, _: None) -> tuple[None, Rows]:
@@ -151,7 +160,7 @@ def _by_row(a: jax.Array, labels: jax.Array) -> jax.Array:
     return a.reshape(*labels.shape, *a.shape[1:])
 
 
-def _head_and_loss(
+def head_and_loss(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
@@ -208,7 +217,7 @@ def backward(
     del out, out_dtype
     top, weight = residuals
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, first, config, **how)
+    head, loss = head_and_loss(x, w, bias, first, config, **how)
     rows, columns = _sizes(head, x, config)
 
     added = in_parts(math.prod(x.shape[:-1]), rows)
@@ -330,7 +339,7 @@ def together(
         swapped: ``("w",)`` if the weights lie in memory as [v, k].
     """
     config = config or chunks.DEFAULT
-    head, loss = _head_and_loss(x, w, bias, first, config, swapped, **how)
+    head, loss = head_and_loss(x, w, bias, first, config, swapped, **how)
     count, classes = math.prod(x.shape[:-1]), head.classes
     size = jnp.dtype(head.held).itemsize
     parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))

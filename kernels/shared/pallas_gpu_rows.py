@@ -39,6 +39,11 @@ def spread(width: int) -> Any:
 
 def loaded(reference: Any) -> Array:
     """Returns [128 * vector] of memory in registers, as float32."""
+    return loaded_as_is(reference).astype(jnp.float32)
+
+
+def loaded_as_is(reference: Any) -> Array:
+    """Returns [128 * vector] of memory in registers, in its dtype."""
     width, dtype = reference.shape[0], reference.dtype
 
     @plgpu.inline_mgpu(
@@ -55,7 +60,7 @@ def loaded(reference: Any) -> Array:
             _registers=registers, _layout=layout, _is_signed=None
         )
 
-    return emit(reference).astype(jnp.float32)
+    return emit(reference)
 
 
 def store(reference: Any, value: Array) -> None:

@@ -58,6 +58,7 @@ BLOCKS = {
     "all rows, padded": of_chunks.Chunk(1 << 20, 4, True, 8, True),
     "classes, padded": of_chunks.Chunk(4 * 4 * 8, 4, False, 8, True),
     "in place": of_chunks.Chunk(9 * 4 * 4, least=4, beside=2),
+    "in place, one by one": of_chunks.Chunk(11 * 4, least=4, beside=0),
     "in place, all": of_chunks.Chunk(least=4, beside=9),
 }
 PADDED = ("four rows, padded", "classes, padded")

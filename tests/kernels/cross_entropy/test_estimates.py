@@ -13,6 +13,8 @@ from rewriter.ops.device import Device
 from rewriter.ops.kernel import Spec, spec_of
 from rewriter.ops.registry import registry
 
+HOPPER = device.named("h100")
+
 
 def linear(n: int, k: int, v: int, **params: object) -> Spec:
     shapes = {"x": (n, k), "w": (k, v), "labels": (n,)}
@@ -78,6 +80,17 @@ def test_logits_lie_in_place_where_memory_is_short() -> None:
         assert chunks.default(other, here).beside is None
     least = chunks.least_memory(linear(8192, 4096, 128256), chunks.LARGE)
     assert 1024 <= least.beside < 4096
+
+
+def test_logits_lie_in_place_where_few_rows_are_computed_twice() -> None:
+    space, here = registry().kernel("linear_cross_entropy", "hopper").space, HOPPER
+    for sizes, rows in {
+        (8192, 4096, 128256): 448, (4096, 4096, 128256): 0, (8192, 2304, 128256): None,
+        (32768, 2560, 128256): None, (8192, 768, 50257): None,
+    }.items():  # fmt: skip
+        config = space.default(linear(*sizes), here)
+        held = None if config.beside is None else sizes[1] + config.beside
+        assert held == (None if rows is None else sizes[0] - rows), sizes
 
 
 def test_where_xla_needs_too_much_memory_blocks_are_chosen() -> None:
