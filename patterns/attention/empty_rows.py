@@ -157,6 +157,7 @@ class _Row:
         breaks: Whether a derivative between the scores and the result is not finite.
         halves: Whether a maximum of equal numbers is between them.
         passes: Whether the result passes a gradient on to the scores.
+        skips: Whether steps of a loop may be skipped.
     """
 
     def __init__(self, ev, truth, scores, products, ones, unit, live=None):
@@ -168,7 +169,7 @@ class _Row:
         self.peaks: list[float] = []
         self.added: list[float] = []
         self.live = set(scores if live is None else live)
-        self.breaks = self.halves = self.passes = False
+        self.breaks = self.halves = self.passes = self.skips = False
         self.whole: Any = None
         self.branches: list[int] = []
         self.blocks: list[tuple[int, float]] = []
@@ -186,6 +187,8 @@ class _Row:
         self.passes = value in self.live
         self.follow_branches()
         verdict = self.verdict(out, factor)
+        if self.skips and (self.breaks or verdict == "nan"):
+            return UNKNOWN  # only the steps that run pass a NaN to their keys
         if verdict == "nan" and self.breaks:
             return "nan_passing"
         if verdict == "mean" and self.added:
@@ -339,10 +342,14 @@ class _Row:
         return scale
 
     def _scan(self, node: Node, value: int) -> Abstract:
-        """A loop over blocks of keys, step by step; the row is masked in each."""
+        """A loop over blocks of keys, step by step; the row is masked in each.
+
+        Where steps may be skipped, those that run must leave the carries as they are.
+        """
         loop = self.ev.loops.entered.get(node)
-        if loop is None or loop.runs != TRUE:
+        if loop is None:
             return UNKNOWN
+        self.skips |= loop.runs != TRUE
         length = 1 if loop.index is None else self.ev.alg.sizes[loop.index]
         if length > STEPS:
             return UNKNOWN
@@ -353,12 +360,22 @@ class _Row:
             live = {b for b, v in zip(loop.before, last, strict=True) if v in self.live}
             self.live = {v for v in self.live if not self.ev.varies(v)} | live
             last = loop.after[: len(carried)]
-            carried = [self(v) for v in last]
+            before, carried = carried, [self(v) for v in last]
+            if loop.runs != TRUE and not self._are_left(loop.before, before, carried):
+                return UNKNOWN
             self.follow_branches(inside=True)
         for out, v, x in zip(node.outs, last, carried, strict=False):
             self.memo[out] = x
             self.live |= {out} if v in self.live else set()
         return self.memo.get(value, UNKNOWN)
+
+    def _are_left(self, carries: Sequence[int], before: Any, after: Any) -> bool:
+        """Whether a step leaves the floats that a loop carries."""
+        return all(
+            x == y and isinstance(x, tuple)
+            for value, x, y in zip(carries, before, after, strict=True)
+            if jnp.issubdtype(self.g.dtype(value), jnp.floating)
+        )
 
     def _step(self, node: Node, value: int) -> Abstract:
         prim = node.prim

@@ -6,13 +6,14 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 
-from rewriter.algebra.normal_form import TRUE, Poly
-from rewriter.find.reading import Refused, size
+from rewriter.algebra.normal_form import TRUE
+from rewriter.find.reading import Refused
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.bias_gradients import require_gradients_alike
 from rewriter.patterns.attention.empty_rows import EmptyRow, empty_row
 from rewriter.patterns.attention.masks import Masks
 from rewriter.patterns.attention.operands import Operands
+from rewriter.patterns.attention.rows_with_keys import is_never_empty
 from rewriter.patterns.attention.softmax import Softmax
 
 MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
@@ -47,7 +48,7 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     kept = softmax.alg.both(some, softmax.parts.row_mask)
     if kept == TRUE and _may_lose_rows(softmax, axes):
         return Rows("nan_passing", notes)
-    if kept == TRUE or _is_never_empty(softmax, axes, masks):
+    if kept == TRUE or is_never_empty(softmax, axes, masks):
         return Rows(None, notes)
     row = _empty_row(softmax, kept, operands)
     if not softmax.parts.sink:
@@ -174,61 +175,3 @@ def _require_dominant_fills(softmax: Softmax) -> Set[str]:
         "without keys weighs depends on both",
         score=0.8,
     )
-
-
-# ------------------------------------------------------------ never without keys
-def _is_never_empty(softmax: Softmax, axes: Axes, masks: Masks) -> bool:
-    """Whether every query sees itself or the first key."""
-    alg = softmax.alg
-    t, s = size(alg, axes.t), size(alg, axes.s)
-    left, right = masks.params.get("window", (None, None))
-    shift = masks.params.get("shift", 0)
-    names = set(masks.operands)
-    if names == {"q_segments", "kv_segments"}:
-        mine, theirs = masks.segments
-        swap = {axes.s[0]: axes.t[0]} if axes.t and len(axes.s) == 1 else {}
-        same = t == s and swap and alg.subst(theirs, swap) == mine
-        lo = -left if left is not None else 0
-        if same and lo + shift <= 0 <= shift + (right or 0):  # each sees itself
-            return True
-    if _each_sees_itself(softmax, axes):
-        return True
-    if left is None and "kv_lengths" in names:
-        ((length, _),) = masks.operands["kv_lengths"].parts
-        names -= {"kv_lengths"} if _least(softmax, length) >= 1 else set()
-    if left is None and "offset" in names and _is_positive(softmax, masks.offset):
-        names -= {"offset"}  # a later query sees the first key all the more
-    if names - {"prefix"} or (left or 0) + (right or 0) < 0:
-        return False
-    first_sees = right is None or shift + right >= 0
-    last_sees = left is None or t + shift <= s + left
-    return first_sees and last_sees
-
-
-def _each_sees_itself(softmax: Softmax, axes: Axes) -> bool:
-    alg = softmax.alg
-    if [alg.sizes[i] for i in axes.t] != [alg.sizes[i] for i in axes.s]:
-        return False
-    to = dict(zip(axes.s, axes.t, strict=True))
-    return alg.subst_bool(softmax.kept, to) == TRUE
-
-
-def _is_positive(softmax: Softmax, offset: Poly) -> bool:
-    """Whether what the queries' positions begin at is not below zero."""
-    return _least(softmax, offset) >= 0
-
-
-def _least(softmax: Softmax, form: Poly) -> float:
-    """A lower bound of a sum of numbers and of integers such as loop counters."""
-    alg, least = softmax.alg, 0.0
-    for (flag, mono), c in form.items():
-        leaf = alg.defs[mono[0][0]] if len(mono) == 1 else ("",)
-        if flag == TRUE and not mono:
-            least += c
-        elif flag == TRUE and leaf[0] == "leaf" and mono[0][1] == 1 and c > 0:
-            known, _ = alg.leaf_range.get(leaf[1], (-math.inf, 0))
-            own = -math.inf if leaf[2] else softmax.find.least(leaf[1])
-            least += c * max(known, own)
-        else:
-            return -math.inf
-    return least

@@ -174,18 +174,27 @@ class Finder:
 
     def least(self, value: int) -> float:
         """A lower bound of an integer, such as a loop counter; or -inf."""
+        try:
+            around = self.evaluator_around(value)
+            return self.algebra.bounds(around.poly(value, ()))[0]
+        except OverBudget:
+            return -math.inf
+
+    def evaluator_around(self, value: int) -> Evaluator:
+        """An evaluator of a value and what it is made of, at steps of loops around it.
+
+        Raises:
+            OverBudget: If a loop around it has no forms.
+        """
         node = self.graph.node_of(value)
         entered = (s for s in self.loops if value in s.env.values())
         scope = node.scope if node is not None else next(entered, None)
         ev = Evaluator(self.graph, self.algebra)
-        try:
-            while scope is not None and scope.parent is not None:
-                if scope in self.loops:
-                    ev.enter(self.loops[scope])
-                scope = scope.parent
-            return self.algebra.bounds(ev.poly(value, ()))[0]
-        except OverBudget:
-            return -math.inf
+        while scope is not None and scope.parent is not None:
+            if scope in self.loops:
+                ev.enter(self.loops[scope])
+            scope = scope.parent
+        return ev
 
     @functools.cached_property
     def loops(self) -> dict[Scope, Node]:

@@ -21,6 +21,7 @@ from rewriter.errors import RewriterError
 from rewriter.find.sieve import primitives
 from rewriter.measure.programs import Task
 from rewriter.program import fold
+from rewriter.program.prepare import slices_before_loops
 from rewriter.program.propagation import Placement
 from rewriter.rewrite.passes import (
     aligned_products,
@@ -56,6 +57,16 @@ PREPARE = (
         "masks_in_loops",
         steps.compute_masks_in_loops,
         lambda p: bool(p.patterns) and "scan" in p.primitives,
+        optional=True,
+    ),
+    Pass(
+        "slices_before_loops",
+        steps.take_slices_out_of_loops,
+        lambda p: (
+            bool(p.patterns)
+            and "dynamic_slice" in p.primitives
+            and not p.primitives.isdisjoint(slices_before_loops.LOOPS)
+        ),
         optional=True,
     ),
     Pass(

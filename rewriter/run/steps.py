@@ -29,6 +29,7 @@ from rewriter.program.prepare import (
     differences_of_softmaxes,
     masks_in_loops,
     masks_in_shards,
+    slices_before_loops,
     sums_of_rows,
 )
 from rewriter.program.prepare.joined_losses import join
@@ -74,6 +75,12 @@ def merge_equal_constants(program: Program) -> Program:
 def compute_masks_in_loops(program: Program) -> Program:
     """Computes masks in the loops that read them, not in a loop before."""
     made = masks_in_loops.compute_masks_in_loops(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=made)
+
+
+def take_slices_out_of_loops(program: Program) -> Program:
+    """Slices integers once in front of a loop, and not at each of its steps."""
+    made = slices_before_loops.take_slices_out(program.closed_jaxpr)
     return replace(program, closed_jaxpr=made)
 
 

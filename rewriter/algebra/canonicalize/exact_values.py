@@ -88,10 +88,18 @@ def is_position(alg: Algebra, p: Poly) -> bool:
 
 def _is_whole_form(alg: Algebra, p: Poly) -> bool:
     """Whether a form is sums and products of whole numbers."""
-    whole = all(float(c).is_integer() for c in p.values())
-    factors = [a for _, mono in p for a, _ in mono]
-    powers = all(e.__class__ is int and e > 0 for _, mono in p for _, e in mono)
-    return whole and powers and all(_is_whole(alg, a) for a in factors)
+    for (_, mono), c in p.items():
+        if len(mono) == 1 and mono[0][1] == 1 and alg.kind(mono[0][0]) == "relu":
+            inner = alg.thaw(alg.defs[mono[0][0]][1])  # divided by a number that c has
+            if not _is_whole_form(alg, alg.scale(inner, c)):
+                return False
+        elif not (
+            float(c).is_integer()
+            and all(e.__class__ is int and e > 0 for _, e in mono)
+            and all(_is_whole(alg, a) for a, _ in mono)
+        ):
+            return False
+    return True
 
 
 def with_wraps(alg: Algebra, p: Poly, dtype: Any) -> Poly | None:

@@ -57,9 +57,11 @@ def may_differ(ev: Any, node: Node, value: int, form: Poly, mode: str) -> bool:
     if is_exact(ev.alg, ev.g, node, form):
         return False
     dtype = ev.g.dtype(value)
+    counted = kind_of(dtype) == "i" and is_counted(ev.alg, form, dtype)
     if ev.at_hand is None or ev.at_hand(value):
-        return True
-    return kind_of(dtype) != "f" and not is_counted(ev.alg, form, dtype)
+        # The number of a block and that of its first row are told as one number.
+        return not (counted and ev.at_hand is not None and ev.g.shape(value) == ())
+    return kind_of(dtype) != "f" and not counted
 
 
 def _may_wrap(ev: Any, node: Node, value: int, form: Poly) -> bool:

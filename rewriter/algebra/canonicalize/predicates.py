@@ -14,6 +14,7 @@ from rewriter.algebra.canonicalize.infinities import (
     may_be_infinite,
     where_infinite,
 )
+from rewriter.algebra.canonicalize.primitives import FULL
 from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, OverBudget, Poly
 from rewriter.program.graph import Node
 from rewriter.support.assumptions import FINITE, VARIED
@@ -94,15 +95,16 @@ def _compare_with(alg: Algebra, name: str, p: Poly, number: float) -> int:
 def _compare_core(ev: Evaluator, node: Node, args, a: Poly, b: Poly) -> int:
     """Compares floats that the op computes: by the laws of real numbers."""
     name, alg = node.prim, ev.alg
-    for p, q in ((a, b), (b, a)):
+    for k, (p, q) in enumerate(((a, b), (b, a))):
         edge = alg.as_constant(q)
         if name in ("eq", "ne") and edge is not None and math.isinf(edge):
+            p, edges = _unsigned_test(ev, node.ins[k], args, p, edge)
             if may_be_infinite(ev, p):
                 return _as_computed(ev, node, args)
             if edge > 0 and not is_row_maximum(ev, p):
                 # A score of -inf has no weight, with the test and without.
                 ev.assume(FINITE, "values assumed finite")
-            masked = where_infinite(alg, p, (edge,))
+            masked = where_infinite(alg, p, edges)
             return masked if name == "eq" else alg.negate(masked)
     if any(math.isinf(c) for p in (a, b) for c in p.values()):
         return _as_computed(ev, node, args)
@@ -128,6 +130,17 @@ def _compare_core(ev: Evaluator, node: Node, args, a: Poly, b: Poly) -> int:
         return alg.negate(alg.compare("ge", alg.scale(d, -1.0), False))
     same = alg.compare("eq", d, False)
     return same if name == "eq" else alg.negate(same)
+
+
+def _unsigned_test(
+    ev: Evaluator, value: int, args, p: Poly, edge: float
+) -> tuple[Poly, tuple[float, ...]]:
+    """A form and the infinities that it is tested for: |x| = inf is a test of x."""
+    node = ev.g.node_of(value)
+    if node is None or node.prim != "abs" or edge < 0:
+        return p, (edge,)
+    (inner,) = ev.operands(node, ev.aligned(value, args), FULL)
+    return inner, (edge, -edge)
 
 
 def _minus(alg: Algebra, p: Poly) -> Poly:

@@ -18,6 +18,9 @@ from rewriter.algebra.normal_form.forms import (
 Clause = tuple[int, bool, int, bool]
 """Two literals by position, and truth values that they never have together."""
 
+PLACES = 64
+"""The most positions at which a condition that holds anywhere is looked for."""
+
 
 class BooleanFunctions:
     """Conjunction, disjunction and projection of interned functions."""
@@ -64,16 +67,44 @@ class BooleanFunctions:
         return found
 
     def _contradictions(self, support: tuple[int, ...]) -> int:
+        out = self._held_nowhere(support)
         clauses = [*self._ordered(support), *self._bounded(support)]
         if not clauses:
-            return 0
+            return out
         everything = (1 << (1 << len(support))) - 1
         columns = [_column(k, len(support)) for k in range(len(support))]
-        out = 0
         for a, if_a, b, if_b in clauses:
             rows = columns[a] if if_a else everything ^ columns[a]
             out |= rows & (columns[b] if if_b else everything ^ columns[b])
         return out
+
+    def _held_nowhere(self, support: tuple[int, ...]) -> int:
+        """Rows in which a condition holds, and does not hold anywhere.
+
+        Where a mask is true, it is true anywhere in its block. So a block of keys that
+        is skipped unless its mask holds anywhere is skipped by the mask alone.
+        """
+        out, width = 0, 1 << len(support)
+        for k, atom in enumerate(support):
+            if self.defs[atom][0] != "any":
+                continue
+            nowhere = (1 << width) - 1 ^ _column(k, len(support))
+            for here in self._held_at(atom, support):
+                own, table = self.bools[here]
+                if set(own) <= set(support) - {atom}:
+                    out |= nowhere & _expand(own, table, support)
+        return out
+
+    def _held_at(self, atom: int, support: tuple[int, ...]) -> Iterator[int]:
+        """What a condition that holds anywhere says at the indices of other literals.
+
+        Indices of sizes like those of the condition are tried.
+        """
+        _, names, flag, _ = self.defs[atom]
+        others = sorted(set().union(*(self._free[a] for a in support if a != atom)))
+        like = [[i for i in others if self.sizes[i] == self.sizes[n]] for n in names]
+        for at in itertools.islice(itertools.product(*like), PLACES):
+            yield self.subst_bool(flag, dict(zip(names, at, strict=True)))
 
     def _ordered(self, support: tuple[int, ...]) -> Iterator[Clause]:
         """Clauses: the stronger of two claims about one form implies the other."""
