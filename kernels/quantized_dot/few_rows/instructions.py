@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from rewriter.kernels.quantized_dot.few_rows.kernel import Use
 
 
+FEW = 16
+"""The most rows with which all numbers of a step are widened before one wait."""
+
+
 def multiply(
     sums: Sequence[Any],
     right: Any,
@@ -59,10 +63,25 @@ def multiply(
     )
     def run(context: Any, sums: Any, right: Any, left: Any, joined: Any) -> Any:
         del context
-        step = _Transposed if use.transposed else _ByRows if use.by_rows else _Step
-        return step(use, right, joined, groups).added(sums, left)
+        return _step(use)(use, right, joined, groups).added(sums, left)
 
     return run(list(sums), right, list(left), list(joined))
+
+
+def _waited(sums: Sequence[Any]) -> list[Any]:
+    """Sums whose products are done."""
+    void = ir.Type.parse("!llvm.void")
+    text = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)
+    held = fragments.optimization_barrier(*(x.value for x in sums))
+    return [held] if len(sums) == 1 else list(held)
+
+
+def _step(use: Use) -> type[_Step]:
+    """The class that reads a use's matrix."""
+    if use.alternating:
+        return _Alternating
+    return _Transposed if use.transposed else _ByRows if use.by_rows else _Step
 
 
 class _Step:
@@ -122,21 +141,18 @@ class _Step:
 
     def added(self, sums: Sequence[Any], left: Sequence[Any]) -> list[Any]:
         """Sums plus the products of the step."""
-        sums = list(sums)
+        sums, few = list(sums), sums[0].shape[1] <= FEW
         for chunk, rows in enumerate(left):
             turned = mgpu.memref_transpose(rows, (1, 0, 3, 2))
             operands = self.operands(chunk)
-            before = [mgpu.WGMMAAccumulator.from_registers(x) for x in sums]
-            after = [
+            if not (few and chunk):
+                made = [mgpu.WGMMAAccumulator.from_registers(x) for x in sums]
+            made = [
                 mgpu.wgmma(x, operand, turned, swizzle=pallas_gpu.SWIZZLE)
-                for x, operand in zip(before, operands, strict=True)
+                for x, operand in zip(made, operands, strict=True)
             ]
-            void = ir.Type.parse("!llvm.void")
-            text = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
-            llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)
-            values = [x.value for x in after]
-            held = fragments.optimization_barrier(*values)
-            sums = [held] if len(values) == 1 else list(held)
+            if not few or chunk == len(left) - 1:
+                sums = _waited(made)
         return sums
 
     def operands(self, chunk: int) -> list[Any]:
@@ -190,6 +206,7 @@ class _Transposed(_Step):
         self.row = self.use.config.depth * self.bits // 8
         self.first = self.thread.own_column()
         self.pieces: dict[int, Any] = {}
+        self.words: dict[tuple[int, int], Any] = {}
 
     def word(self, column: int, row: int) -> Any:
         """The numbers of a column in two of the thread's rows."""
@@ -209,6 +226,32 @@ class _Transposed(_Step):
                 column = 64 * i + 8 * half
                 word = self.word(column, row)
                 pair = registers.neighbours(self.use.stored, dtype, word)
+                yield i, half, pair, column, 1
+
+
+class _Alternating(_Transposed):
+    """The same where a thread reads a word of a column at once."""
+
+    def word(self, column: int, row: int) -> Any:
+        """The thread's word of a column, of the 16 bytes that have a row."""
+        piece = row * self.bits // 128
+        if piece not in self.pieces:
+            place = self.thread.piece(self.first, piece, self.row, 16)
+            self.pieces[piece] = emit("add.u32 $0, $1, $2;", [self.right, place])
+        key = column, piece
+        if key not in self.words:
+            self.words[key] = load(self.pieces[piece], column * self.row)
+        return self.words[key]
+
+    def pairs(self, row: int) -> Iterator[tuple[int, int, Any, int, int]]:
+        """Yields the pairs of numbers of 8 rows."""
+        stored, dtype = self.use.stored, self.use.steps.dtype
+        first = row % (128 // self.bits) // 8
+        for i in range(self.count):
+            for half in (0, 1):
+                column = 64 * i + 8 * half
+                word = self.word(column, row)
+                pair = registers.alternate(stored, dtype, word, first)
                 yield i, half, pair, column, 1
 
 

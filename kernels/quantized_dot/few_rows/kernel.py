@@ -51,6 +51,8 @@ class Use:
         transposed: Whether the matrix is [n, k].
         by_rows: Whether arrays of the steps have a value for each summed row instead of
             each column.
+        alternating: Whether the summed axis of the rows is ordered by `alternating`.
+            A thread then reads whole words of a transposed matrix.
     """
 
     steps: Steps
@@ -60,11 +62,27 @@ class Use:
     config: Tiles
     transposed: bool = False
     by_rows: bool = False
+    alternating: bool = False
 
     @property
     def width(self) -> int:
         """Columns of a tile of the matrix."""
         return self.config.width(self.stored, self.transposed)
+
+
+def alternating(rows: Array, count: int) -> Array:
+    """Returns rows whose last axis is ordered as threads read a transposed matrix.
+
+    Tensor cores take from thread t of four the numbers 2 t and 2 t + 1 of each 8. A
+    thread has a word there. It gives the words' first and middle numbers to the first
+    8, and the ones behind these to the next 8.
+
+    Args:
+        rows: [..., k], k a multiple of 4 words.
+        count: The numbers of a word of 32 bits.
+    """
+    parts = rows.reshape(*rows.shape[:-1], -1, 4, 2, count // 2)
+    return jnp.moveaxis(parts, -1, -3).reshape(rows.shape)
 
 
 def rows_times_matrix(

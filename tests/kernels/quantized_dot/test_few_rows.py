@@ -16,6 +16,7 @@ import rewriter
 from rewriter.kernels.quantized_dot import OP, few_rows
 from rewriter.kernels.quantized_dot.few_rows import KERNEL, registers
 from rewriter.kernels.quantized_dot.few_rows.config import Tiles
+from rewriter.kernels.quantized_dot.few_rows.kernel import alternating
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
 from tests import slow
@@ -209,6 +210,14 @@ class _Registers:
         del name
         return np.uint32(word).view(np.float32)
 
+    def _fma(self, name: str, a: int, b: int, c: int) -> int:
+        x, y, z = (
+            np.uint32(v).reshape(1).view("bfloat16").astype(np.float32)
+            for v in (a, b, c)
+        )
+        assert name == "fma.rn.relu.bf16x2"
+        return _joined(np.maximum(x * y + z, 0), "bfloat16")
+
     def _cvt(self, name: str, high: np.float32, low: np.float32) -> int:
         dtype = "bfloat16" if "bf16" in name else "float16"
         return _joined([low, high], dtype)
@@ -250,6 +259,30 @@ def test_every_number_is_widened_exactly(
             want = [x - count * (signed and x >= count // 2) for x in (first, other)]
             assert got.tolist() == want
     assert "prmt.b32" in machine.used
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stored", ["int8", "uint8", "int4", "uint4"])
+def test_words_meet_rows_in_their_order(
+    stored: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor cores take the same numbers of a matrix and of rows as `alternating`."""
+    machine = _Registers()
+    monkeypatch.setattr(registers, "emit", machine.emit)
+    monkeypatch.setattr(registers, "constant", lambda x: x)
+    signed, bits = not stored.startswith("u"), int(stored[-1])
+    count = 32 // bits
+    numbers = np.random.default_rng(0).integers(0, 1 << bits, 4 * count)
+    places = [int(sum(int(x) << bits * i for i, x in enumerate(numbers[j : j + count])))
+              for j in range(0, 4 * count, count)]  # fmt: skip
+    wide = numbers - (1 << bits) * (signed & (numbers >= 1 << bits - 1))
+    ordered = np.asarray(alternating(jnp.asarray(wide), count))
+    for part in range(count // 2):
+        for t in range(4):
+            pair = registers.alternate(stored, dtype, places[t], part)
+            got = np.uint32(pair).reshape(1).view(jnp.dtype(dtype)).astype(np.float32)
+            assert got.tolist() == ordered[8 * part + 2 * t :][:2].tolist()
 
 
 @pytest.mark.once
