@@ -266,7 +266,7 @@ def forward(
     lhs, result, dtype = use.x.reshape(rows, k), _as_it_is, sums
     along: list[Along] = []
     if parts == 1:
-        result, dtype = _finished(how), jnp.dtype(how.dtype)
+        result, dtype = finished(how), jnp.dtype(how.dtype)
         along = [
             Along(_values(use, name, own, rows, n, config.block_m), name == ROWS)
             for name, own in how.dtypes
@@ -300,8 +300,8 @@ def _values(use: Use, name: str, dtype: str, rows: int, n: int, tile: int) -> Ar
     return jnp.broadcast_to(use.w_scale[0].astype(dtype), (n,))
 
 
-def _finished(how: Behind) -> Callable[..., Any]:
-    """A function of a block of sums, and blocks of what is joined, by name."""
+def finished(how: Behind) -> Callable[..., Any]:
+    """Returns a function of a block of sums, and blocks of what is joined, by name."""
     from rewriter.kernels.shared import pallas_gpu
 
     names = [name for name, _ in how.dtypes]
