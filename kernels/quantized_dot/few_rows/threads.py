@@ -12,9 +12,9 @@ A transposed matrix has two rows of a column in a word, and columns are in order
 
     lane 4 q + t of warp w      columns  64 j + 16 w + q + 0 and 8.
 
-In shared memory of the matrix, pieces of 16 bytes are exchanged. In rows of 128 bytes,
-piece p of row r lies at p xor (r mod 8); in rows of 64 bytes at p xor (r / 2 mod 4), of
-32 bytes at p xor (r / 4 mod 2). So a warp's words lie in different banks.
+In shared memory of the matrix, pieces of 16 bytes are exchanged: piece p of row r lies
+at p xor (r mod 8) in rows of 128 bytes. In rows of 64 bytes it is p xor (r / 2 mod 4),
+and in rows of 32 bytes p xor (r / 4 mod 2). So a warp's words lie in different banks.
 """
 
 from __future__ import annotations
