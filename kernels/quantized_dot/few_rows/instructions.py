@@ -21,6 +21,7 @@ from rewriter.kernels.quantized_dot.few_rows.config import CHUNK
 from rewriter.kernels.quantized_dot.few_rows.registers import constant, emit, f32
 from rewriter.kernels.quantized_dot.few_rows.threads import Thread, address, load
 from rewriter.kernels.shared import pallas_gpu
+from rewriter.ops.cost import FOUR_BITS
 
 if TYPE_CHECKING:
     from rewriter.kernels.quantized_dot.few_rows.kernel import Use
@@ -90,7 +91,7 @@ class _Step:
     def __init__(self, use: Use, right: Any, joined: Any, groups: Sequence[int]):
         self.use = use
         config = use.config
-        bits = 4 if "int4" in use.stored else 8
+        bits = 4 if use.stored in FOUR_BITS else 8
         self.right = address(right)
         self.thread = Thread()
         self.joined, self.groups = joined, groups
