@@ -15,16 +15,16 @@ import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot.by_blocks import NAME, Blocks, sizes
 from rewriter.kernels.quantized_dot.by_blocks_estimate import estimate, modelled
-from rewriter.kernels.quantized_dot.eight_bits import (
+from rewriter.kernels.quantized_dot.eight_bits import finished
+from rewriter.kernels.ragged.dot.hopper import config as of_dot
+from rewriter.kernels.ragged.dot.hopper.config import Tiles
+from rewriter.kernels.ragged.dot.hopper.eight_bits import (
     FLOATS,
     MIXED,
     PROMOTED,
     STEP,
     WIDE,
-    finished,
 )
-from rewriter.kernels.ragged.dot.hopper import config as of_dot
-from rewriter.kernels.ragged.dot.hopper.config import Tiles
 from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER

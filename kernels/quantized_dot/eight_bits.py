@@ -27,7 +27,6 @@ import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot.eight_bits_estimate import (
@@ -39,6 +38,13 @@ from rewriter.kernels.quantized_dot.eight_bits_estimate import (
 )
 from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.ragged.dot.hopper import config as of_dot
+from rewriter.kernels.ragged.dot.hopper.eight_bits import (
+    FLOATS,
+    MIXED,
+    PROMOTED,
+    STEP,
+    WIDE,
+)
 from rewriter.kernels.shared.hopper import PROCESSORS, by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
@@ -58,24 +64,6 @@ if TYPE_CHECKING:
 
 NAME = "eight_bit_dot"
 """The name of the kernel in profiles."""
-
-FLOATS = ("float8_e4m3fn", "float8_e5m2")
-"""The floats that tensor cores multiply, also by each other."""
-
-STEP = 128
-"""The extent of a step along the summed axis."""
-
-WIDE = 64
-"""Columns that are stored at once."""
-
-PROMOTED = {
-    "ANY_F8_ANY_F8_F32_FAST_ACCUM": 0, None: 2,
-    "high": 1, "highest": 1, "ANY_F8_ANY_F8_F32": 1,
-}  # fmt: skip
-"""By precision, the most steps whose products are summed in 14 bits; 0 for any."""
-
-MIXED = jax.__version_info__ >= (0, 11)
-"""Whether Mosaic multiplies 8-bit floats of two kinds: not in 0.10."""
 
 
 @dataclass(frozen=True)
