@@ -33,7 +33,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     m, k, n = sizes(spec)
     z, narrow = int(spec.param("groups")), jnp.dtype(spec.dtype("x")).itemsize == 1
     flops = 2.0 * m * k * n / (FASTER if narrow else 1.0)
-    read = m * k * item(spec.dtype("x")) + k * n * item(spec.dtype("w"))
+    read = m * k * item(spec, "x") + k * n * item(spec, "w")
     product = seconds(device, flops, float(read), compute=XLA, memory=READ)
     written = seconds(device, 0.0, 8.0 * z * m * n, memory=WRITTEN)
     looped = z * seconds(device, 0.0, 8.0 * m * n, memory=WRITTEN, launches=2)
