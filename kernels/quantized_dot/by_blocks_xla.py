@@ -34,7 +34,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("small", f"products of {size >> 20} MiB on {platform}")
 
 
-LEAST = 64 << 20
+LEAST = 2 << 20
 """Bytes of all products from which on they are not kept."""
 
 

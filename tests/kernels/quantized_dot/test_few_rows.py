@@ -211,14 +211,6 @@ class _Registers:
         del name
         return np.uint32(word).view(np.float32)
 
-    def _fma(self, name: str, a: int, b: int, c: int) -> int:
-        x, y, z = (
-            np.uint32(v).reshape(1).view("bfloat16").astype(np.float32)
-            for v in (a, b, c)
-        )
-        assert name == "fma.rn.relu.bf16x2"
-        return _joined(np.maximum(x * y + z, 0), "bfloat16")
-
     def _cvt(self, name: str, high: np.float32, low: np.float32) -> int:
         dtype = "bfloat16" if "bf16" in name else "float16"
         return _joined([low, high], dtype)
