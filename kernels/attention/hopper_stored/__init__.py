@@ -57,6 +57,10 @@ WIDTHS = (64, 128)
 BEHIND = "float32 *scale"
 """The steps of numbers whose scales multiply scores and weights."""
 
+BESIDE = 4
+"""The heads whose scales a copy brings at once, as it does 16 bytes: scales that lie so
+are not transposed first. That took 10 of 87 µs for 4 sequences on an H200."""
+
 XLA = (0.5, 0.235)
 """The share of the bandwidth at which XLA reads one sequence's numbers, and more."""
 
@@ -169,20 +173,24 @@ def forward(
         b, t, s, group, queries, window, shift, offset, kv_lengths, empty_rows,
         config.keys,
     )  # fmt: skip
-    uses, factors = {}, []
+    uses, factors, beside = {}, [], []
     for name, widen, x, own in (("k", widen_k, k, k_scale), ("v", widen_v, v, v_scale)):
         behind = widen == BEHIND
         how = _steps(widen, q.dtype.name, x.dtype.name)
         uses[name] = _use(name, how, q.dtype.name, x, config.keys)
         if own is not None:
             dtype = "float32" if behind else dict(how.dtypes)["scale"]
-            wide = jnp.broadcast_to(own.astype(dtype), (b, s, heads, 1))
-            given[f"{name}_scale"] = wide[..., 0].swapaxes(1, 2).reshape(b * heads, s)
+            wide = jnp.broadcast_to(own.astype(dtype), (b, s, heads, 1))[..., 0]
+            if behind and axes == "pzkh" and heads % BESIDE == 0:
+                beside.append(f"{name}_scale")
+            else:
+                wide = wide.swapaxes(1, 2).reshape(b * heads, s)
+            given[f"{name}_scale"] = wide
             factors += [name] if behind else []
     out = out_dtype or q.dtype.name
     p = Problem(
         heads, rows, scale, empty_rows in ZERO, axes, uses["k"], uses["v"],
-        tuple(factors), jnp.dtype(out).name, config,
+        tuple(factors), tuple(beside), jnp.dtype(out).name, config,
     )  # fmt: skip
     made = attention(p, given).reshape(b, heads, t, group, e)
     return made.transpose(0, 2, 1, 3, 4).reshape(b, t, n, e)

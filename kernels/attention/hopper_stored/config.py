@@ -51,7 +51,7 @@ class Tiles:
     def shared_memory(self, spec: Spec) -> int:
         """Bytes of shared memory of a use."""
         rows, h, e = queries(spec), spec.shape("q")[3], spec.shape("v")[3]
-        block = self.keys * (h + e + 8)
+        block = self.keys * (h + e + 8 * spec.shape("k")[2])  # with scales beside
         results = self.turns * rows * (4 * e + 2 * self.keys + 4 * 10)
         return self.stages * block + results + 2 * rows * h + BARRIERS
 

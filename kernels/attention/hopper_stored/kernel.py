@@ -54,6 +54,7 @@ class Problem:
         values: How values are widened.
         factors: ``"k"`` if scales of keys multiply scores, and ``"v"`` if those of
             values multiply weights.
+        beside: The names of scales of which those of all heads lie beside each other.
         dtype: The result's dtype.
         config: The tiles.
     """
@@ -66,6 +67,7 @@ class Problem:
     keys: Use
     values: Use
     factors: tuple[str, ...]
+    beside: tuple[str, ...]
     dtype: str
     config: Tiles
 
@@ -77,7 +79,8 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
         p: The problem.
         named: ``q`` [b * heads, queries, h], with queries in eights. ``k`` and ``v``
             are laid out by `Problem.axes`. ``limits`` are int32 [b, 3 queries + 2].
-            ``k_scale`` and ``v_scale`` are [b * heads, s], if present. Limits are for
+            ``k_scale`` and ``v_scale`` are [b * heads, s], if present, or [b, s, heads]
+            if `Problem.beside` has them. Limits are for
             each query the first and the last key that it sees, and 1 if all keys count
             the same. Then follow the first block of keys, and the one behind the last.
     """
@@ -101,7 +104,8 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
             (stages, 1, config.keys, wide[x]), named[x].dtype
         )
         if own in named:
-            scratch[own] = plgpu.SMEM((stages, 1, config.keys), named[own].dtype)
+            shape = (1, config.keys) if own not in p.beside else (config.keys, p.heads)
+            scratch[own] = plgpu.SMEM((stages, *shape), named[own].dtype)
         scratch[f"{x}_ready"] = pallas_gpu.barriers(stages, 1 + (own in named))
         scratch[f"{x}_free"] = pallas_gpu.barriers(stages)
     out = [jax.ShapeDtypeStruct((pairs, p.rows, e), p.dtype)]
@@ -189,11 +193,14 @@ class _Block:
                     self.given[name].at[tuple(at[a] for a in self.p.axes[:3])],
                     x[f"{name}_tiles"].at[slot, 0], ready,
                 )  # fmt: skip
-                if f"{name}_scale" in self.given:
-                    plgpu.copy_gmem_to_smem(
-                        self.given[f"{name}_scale"].at[self.pair, pl.ds(key, keys)],
-                        x[f"{name}_scale"].at[slot, 0], ready,
-                    )  # fmt: skip
+                if (own := f"{name}_scale") in self.given:
+                    values, place = self.given[own], x[own].at[slot]
+                    if own in self.p.beside:
+                        values = values.at[self.sequence, pl.ds(key, keys)]
+                    else:
+                        values = values.at[self.pair, pl.ds(key, keys)]
+                        place = place.at[0]
+                    plgpu.copy_gmem_to_smem(values, place, ready)
 
         lax.fori_loop(0, self.end - self.first, one, None)
 
@@ -308,6 +315,8 @@ class _Block:
 
     def factor(self, name: str, slot: Any, part: int, shape: Any) -> Any:
         """The factor of each of 64 keys."""
-        line = self.x[f"{name}_scale"].at[slot, 0, pl.ds(KEYS * part, KEYS)]
+        own, rows = f"{name}_scale", pl.ds(KEYS * part, KEYS)
+        place = (rows, self.head) if own in self.p.beside else (0, rows)
+        line = self.x[own].at[slot, *place]
         values = pallas_gpu.loaded(line, pallas.ROWS, optimized=False)
         return pallas.along(values.astype(jnp.float32), shape)
