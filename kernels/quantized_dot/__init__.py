@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernels.quantized_dot import (
+    by_blocks_few_rows,
     by_blocks_hopper,
     by_blocks_xla,
     eight_bits,
@@ -19,5 +20,5 @@ OPS = (OP, PACKED, BLOCKS)
 
 KERNELS = (
     eight_bits.KERNEL, few_rows.KERNEL, hopper.KERNEL, xla.KERNEL, packed.KERNEL,
-    by_blocks_hopper.KERNEL, by_blocks_xla.KERNEL,
+    by_blocks_few_rows.KERNEL, by_blocks_hopper.KERNEL, by_blocks_xla.KERNEL,
 )  # fmt: skip

@@ -30,7 +30,7 @@ OURS, READ = 0.6, 0.8
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"xla"``, of the loop and of ``"hopper"``."""
+    """Returns the seconds of ``"xla"``, of the loop and of kernels for Hopper."""
     m, k, n = sizes(spec)
     z, narrow = int(spec.param("groups")), jnp.dtype(spec.dtype("x")).itemsize == 1
     flops = 2.0 * m * k * n / (FASTER if narrow else 1.0)
@@ -40,8 +40,12 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     looped = z * seconds(device, 0.0, 8.0 * m * n, memory=WRITTEN, launches=2)
     written = max(product, moved) + moved
     rest = 0.0 if passes == "forward" else 2 * written
-    own = math.inf
+    own = few = math.inf
+    if not narrow:  # the matrix is widened first
+        widened = seconds(device, 0.0, 2.0 * item(spec, "x") * k * n, memory=WRITTEN)
+        product, written = product + widened, written + widened
     if modelled(spec, device, passes).ok:
+        few = seconds(device, 0.0, float(read), memory=READ)
         count = processors(device)
         tiles = -(-m // 128) * -(-n // 128)
         full = -(-tiles // count) * count / tiles
@@ -52,6 +56,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         "xla": written + rest,
         "memory_bounded": product + looped + rest,
         "hopper": own + rest,
+        "hopper_few_rows": few + rest,
     }
 
 

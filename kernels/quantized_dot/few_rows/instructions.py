@@ -5,7 +5,8 @@ Places of threads are those of `threads`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,12 @@ from jaxlib.mlir.dialects import llvm
 from rewriter.kernels.quantized_dot.few_rows import registers
 from rewriter.kernels.quantized_dot.few_rows.config import CHUNK
 from rewriter.kernels.quantized_dot.few_rows.registers import constant, emit, f32
-from rewriter.kernels.quantized_dot.few_rows.threads import Thread, address, load
+from rewriter.kernels.quantized_dot.few_rows.threads import (
+    Thread,
+    address,
+    load,
+    number,
+)
 from rewriter.kernels.shared import pallas_gpu
 from rewriter.ops.cost import FOUR_BITS
 
@@ -63,6 +69,72 @@ def multiply(
         return _step(use)(use, right, joined, groups).added(sums, left)
 
     return run(list(sums), right, list(left), list(joined))
+
+
+def add_joined(
+    sums: Sequence[Any],
+    products: Sequence[Any],
+    right: Any,
+    joined: Sequence[Any],
+    use: Use,
+) -> list[Any]:
+    """Returns sums plus the products of a step after the steps of `Use.inside`.
+
+    Args:
+        sums: For each 64 rows of tensor cores, float32 [64, rows].
+        products: The same.
+        right: Shared memory of the matrix, as in `multiply`.
+        joined: Shared memory [1, columns] each.
+        use: How.
+    """
+    layout = pallas_gpu.ACCUMULATOR
+    kinds, plain = [layout] * len(sums), [plgpu.RefType() for _ in joined]
+    swizzle = right.shape[-1] * pallas_gpu.bits(right.dtype) // 8
+    of_right = plgpu.RefType(pallas_gpu.transforms(right.dtype, swizzle=swizzle))
+    inside, shape = use.inside, sums[0].shape
+    assert inside is not None
+
+    @plgpu.inline_mgpu(
+        arg_types=(kinds, kinds, of_right, plain),
+        return_type=[plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)]
+        * len(sums),
+    )
+    def run(context: Any, sums: Any, made: Any, right: Any, joined: Any) -> Any:
+        del context
+        step = _step(use)(replace(use, steps=inside), right, joined, [1 << 30])
+        flat = [x.registers.flatten() for x in sums]
+        for i, half, column, count in step.places():
+            other = [
+                step.values(a, 0, column - column % count, count)[column % count]
+                for a in range(len(joined))
+            ]
+            for j in range(shape[1] // 8):
+                at = 2 * j + half
+                both = [number(made[i], at, e) for e in (0, 1)]
+                for sign, what in inside.steps:
+                    value = other[what] if isinstance(what, int) else what
+                    both = registers.in_float32(both, sign, value)
+                flat[i][at] = _pair(
+                    emit("add.rn.f32 $0, $1, $2;", [number(sums[i], at, e), v], f32())
+                    for e, v in enumerate(both)
+                )
+        return [
+            mgpu.FragmentedArray(
+                _registers=new.reshape(x.registers.shape), _layout=x.layout,
+                _is_signed=None,
+            )
+            for x, new in zip(sums, flat, strict=True)
+        ]  # fmt: skip
+
+    return run(list(sums), list(products), right, list(joined))
+
+
+def _pair(values: Iterable[Any]) -> Any:
+    """A register of a product, of two float32."""
+    pair = llvm.mlir_undef(ir.VectorType.get((2,), f32()))
+    for e, value in enumerate(values):
+        pair = llvm.insertelement(pair, value, constant(e))
+    return pair
 
 
 def _waited(sums: Sequence[Any]) -> list[Any]:
@@ -164,6 +236,14 @@ class _Step:
                 made[i][part, half] = registers.widened(pair, self.use.steps, joined)
         return [self.fragment(x) for x in made]
 
+    def places(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields the thread's columns: as `pairs` does, without numbers."""
+        each = self.columns // 2
+        for tile in range(self.tiles):
+            for at in range(self.columns):
+                column = tile * self.wide + at
+                yield tile * each + at // 2, at % 2, column, self.columns
+
     def pairs(self, row: int) -> Iterator[tuple[int, int, Any, int, int]]:
         """Yields the pairs of numbers of 8 rows.
 
@@ -203,6 +283,12 @@ class _Transposed(_Step):
         self.first = self.thread.own_column()
         self.pieces: dict[int, Any] = {}
         self.words: dict[tuple[int, int], Any] = {}
+
+    def places(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields the thread's columns."""
+        for i in range(self.count):
+            for half in (0, 1):
+                yield i, half, 64 * i + 8 * half, 1
 
     def word(self, column: int, row: int) -> Any:
         """The numbers of a column in two of the thread's rows."""

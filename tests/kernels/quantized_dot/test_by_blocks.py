@@ -11,7 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rewriter.kernels.quantized_dot import BLOCKS, by_blocks_hopper, by_blocks_xla
+from rewriter.kernels.quantized_dot import (
+    BLOCKS,
+    by_blocks_few_rows,
+    by_blocks_hopper,
+    by_blocks_xla,
+)
 from rewriter.kernels.quantized_dot.by_blocks_hopper import FEW, KERNEL, MORE
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
@@ -36,10 +41,11 @@ class Case:
     sums: str = "float32"
     wide: int = 128
     parts: int = 4
+    widen: str = ""
 
     @property
     def params(self) -> dict[str, Any]:
-        names = ("inside", "behind", "mode", "sums")
+        names = ("inside", "behind", "mode", "sums", "widen")
         return {"groups": self.parts, **{name: getattr(self, name) for name in names}}
 
     def given(self, m: int = 200, k: int = 512, n: int = 384) -> dict[str, Any]:
@@ -130,6 +136,55 @@ def test_simulated(case: Case, config: Any, m: int) -> None:
         got = KERNEL.forward(**given, **case.params, config=few)
     assert got.dtype == jnp.dtype(case.behind or "float32")
     assert_close(got, wanted(case, given), 2.0**-7 if case.behind else 1e-6)
+
+
+FEW_ROWS = [
+    Case("bfloat16", I8, "*scale float32", sums="bfloat16", wide=1, widen="bfloat16"),
+    Case("bfloat16", I8, "*scale", widen="bfloat16", mode="forward"),
+    Case("bfloat16", E4, "*scale", "", widen="bfloat16", mode="forward", parts=8),
+    Case("bfloat16", "int4", "*scale float32", sums="bfloat16", mode="forward", wide=1,
+         widen="bfloat16"),
+    Case("bfloat16", "int4", "*scale", widen="int8 bfloat16", wide=384),
+]  # fmt: skip
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("case", FEW_ROWS, ids=str)
+def test_few_rows_simulated(case: Case) -> None:
+    """Rows of floats, whose matrix is widened in registers."""
+    given = case.given(20)
+    use = spec_of(BLOCKS, given, case.params)
+    assert by_blocks_few_rows.supports(use).ok
+    config = by_blocks_few_rows.default(use, HERE)
+    assert by_blocks_few_rows.fits(config, use, HERE).ok
+    with simulator.simulated_few_rows():
+        got = by_blocks_few_rows.KERNEL.forward(**given, **case.params, config=config)
+    assert got.dtype == jnp.dtype(case.behind or "float32")
+    assert_close(got, wanted(case, given))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("case", FEW_ROWS, ids=str)
+def test_few_rows_lower_on_a_cpu(case: Case) -> None:
+    given = case.given(20)
+    config = by_blocks_few_rows.default(spec_of(BLOCKS, given, case.params), HERE)
+    run = functools.partial(by_blocks_few_rows.KERNEL.forward, config=config)
+    call = jax.jit(functools.partial(run, **case.params))
+    exported = jax.export.export(call, platforms=["cuda"])(**given)
+    assert exported.mlir_module().count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", FEW_ROWS, ids=str)
+def test_few_rows(case: Case) -> None:
+    kernel = by_blocks_few_rows.KERNEL
+    for m in (1, 20, 64):
+        given = case.given(m)
+        use = spec_of(BLOCKS, given, case.params)
+        for config in worth_measuring(kernel.space, use, HERE, 24)[0]:
+            call = functools.partial(kernel.forward, **case.params, config=config)
+            assert_close(jax.jit(call)(**given), wanted(case, given))
 
 
 @pytest.mark.parametrize("case", slow.first(2, TAKEN), ids=str)
