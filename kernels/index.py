@@ -24,6 +24,7 @@ OPS = {
     "quantized_ragged_gated_linear_unit": "ragged.gated_linear_unit",
     "quantized_dot": "quantized_dot",
     "packed_dot": "quantized_dot",
+    "block_scaled_dot": "quantized_dot",
     "cross_entropy": "cross_entropy",
     "linear_cross_entropy": "linear_cross_entropy",
     "embedding": "embedding",

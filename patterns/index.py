@@ -97,6 +97,10 @@ PATTERNS = {
     "packed_dot": Shipped(
         "quantized.packed", "Rows times a matrix of two 4-bit numbers in each byte."
     ),
+    "block_scaled_dot": Shipped(
+        "quantized.by_blocks",
+        "Rows times a matrix of 4 or 8 bits, part by part with scales of blocks.",
+    ),
     "linear_cross_entropy": Shipped(
         "cross_entropy.read",
         "The loss over a vocabulary: log Σ exp y - y[label], y = x w + bias.",

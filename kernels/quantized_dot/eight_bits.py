@@ -27,7 +27,6 @@ import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot.eight_bits_estimate import (
@@ -39,6 +38,13 @@ from rewriter.kernels.quantized_dot.eight_bits_estimate import (
 )
 from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.ragged.dot.hopper import config as of_dot
+from rewriter.kernels.ragged.dot.hopper.eight_bits import (
+    FLOATS,
+    MIXED,
+    PROMOTED,
+    STEP,
+    WIDE,
+)
 from rewriter.kernels.shared.hopper import PROCESSORS, by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
@@ -58,24 +64,6 @@ if TYPE_CHECKING:
 
 NAME = "eight_bit_dot"
 """The name of the kernel in profiles."""
-
-FLOATS = ("float8_e4m3fn", "float8_e5m2")
-"""The floats that tensor cores multiply, also by each other."""
-
-STEP = 128
-"""The extent of a step along the summed axis."""
-
-WIDE = 64
-"""Columns that are stored at once."""
-
-PROMOTED = {
-    "ANY_F8_ANY_F8_F32_FAST_ACCUM": 0, None: 2,
-    "high": 1, "highest": 1, "ANY_F8_ANY_F8_F32": 1,
-}  # fmt: skip
-"""By precision, the most steps whose products are summed in 14 bits; 0 for any."""
-
-MIXED = jax.__version_info__ >= (0, 11)
-"""Whether Mosaic multiplies 8-bit floats of two kinds: not in 0.10."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +254,7 @@ def forward(
     lhs, result, dtype = use.x.reshape(rows, k), _as_it_is, sums
     along: list[Along] = []
     if parts == 1:
-        result, dtype = _finished(how), jnp.dtype(how.dtype)
+        result, dtype = finished(how), jnp.dtype(how.dtype)
         along = [
             Along(_values(use, name, own, rows, n, config.block_m), name == ROWS)
             for name, own in how.dtypes
@@ -300,8 +288,8 @@ def _values(use: Use, name: str, dtype: str, rows: int, n: int, tile: int) -> Ar
     return jnp.broadcast_to(use.w_scale[0].astype(dtype), (n,))
 
 
-def _finished(how: Behind) -> Callable[..., Any]:
-    """A function of a block of sums, and blocks of what is joined, by name."""
+def finished(how: Behind) -> Callable[..., Any]:
+    """Returns a function of a block of sums, and blocks of what is joined, by name."""
     from rewriter.kernels.shared import pallas_gpu
 
     names = [name for name, _ in how.dtypes]

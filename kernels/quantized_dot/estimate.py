@@ -27,6 +27,7 @@ import math
 from collections.abc import Mapping
 
 from rewriter.kernels.quantized_dot import eight_bits_estimate
+from rewriter.ops.cost import FOUR_BITS
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import LAUNCH_S, item, seconds
 from rewriter.ops.kernel import Spec
@@ -71,7 +72,7 @@ def numbers(spec: Spec) -> float:
 
 def stored_bytes(spec: Spec) -> float:
     """Returns the bytes of the stored numbers."""
-    return numbers(spec) * (0.5 if spec.dtype("w") in ("int4", "uint4") else 1.0)
+    return numbers(spec) * (0.5 if spec.dtype("w") in FOUR_BITS else 1.0)
 
 
 def rows_of(spec: Spec) -> int:

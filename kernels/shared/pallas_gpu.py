@@ -20,6 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from rewriter.ops.cost import FOUR_BITS
+
 if TYPE_CHECKING:
     from jax import Array
 
@@ -108,7 +110,7 @@ def columns(dtype: Any, swizzle: int = SWIZZLE) -> int:
 def bits(dtype: Any) -> int:
     """Returns the bits of a number in memory: int4 is packed."""
     dtype = jnp.dtype(dtype)
-    return 4 if dtype.name in ("int4", "uint4") else 8 * dtype.itemsize
+    return 4 if dtype.name in FOUR_BITS else 8 * dtype.itemsize
 
 
 def transforms(dtype: Any, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, ...]:

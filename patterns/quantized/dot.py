@@ -57,10 +57,12 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of a product with stored numbers above one operand."""
     if not few_bits(find) or not anchor.params["dimension_numbers"][0][0]:
         return
-    for side in (1, 0):
-        stored = stored_above(find, anchor.ins[side])
-        if stored is None:
-            continue
+    above = {side: stored_above(find, anchor.ins[side]) for side in (1, 0)}
+    given = {k: v for k, v in above.items() if v is not None}
+    # What is not rounded here is the matrix, if only one is.
+    for side, stored in sorted(
+        given.items(), key=lambda one: rounded_here(find, one[1], anchor)
+    ):
         try:
             yield from _readings(find, anchor, side, stored)
         except Refused as refusal:
@@ -81,7 +83,9 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
     if stored_above(find, rows) is not None and rows not in few_bits(find):
         text = "rows are widened from few bits too: XLA may multiply these itself"
         raise Refused("rows", text, score=0.4)
-    if rounded_here(find, stored, dot):
+    narrow = rows in few_bits(find)
+    as_it_is = narrow and dot.ins[side] in few_bits(find)
+    if rounded_here(find, stored, dot) and not as_it_is:
         text = "the program rounds the numbers itself: they are not stored in few bits"
         raise Refused("stored", text, score=0.2)
     above = widening(find, dot.ins[side], stored)
@@ -90,7 +94,6 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
         raise Refused("outside", text, score=0.3)
     scaled = any(j.name == SCALE for j in above.joined)
     refused: Refused | None = None
-    narrow = rows in few_bits(find)
     for value, below in behind(find, dot.outs[0], scaled, narrow):
         try:
             yield _Product(find, dot, side, above, below, value).reading()

@@ -303,7 +303,7 @@ def behind(
     nodes: list[tuple[Node, int]] = []
     made: list[tuple[int, Steps]] = [(product, Steps(product, "", (), ()))]
     while len(nodes) < REACH:
-        node = _only_user(find, value, product)
+        node = only_user(find, value, product)
         if node is None:
             break
         (new,) = node.outs
@@ -313,7 +313,7 @@ def behind(
                 break
             text.append(str(g.dtype(new)))
             ends = g.dtype(new).itemsize < g.dtype(value).itemsize or bool(joined)
-        elif (one := _join_behind(find, node, value, left)) is not None:
+        elif (one := join_behind(find, node, value, left)) is not None:
             text.append(one[0])
             joined += one[1]
             left = _after(left, one[1])
@@ -328,7 +328,7 @@ def behind(
     yield from reversed(made)
 
 
-def _only_user(find: Finder, value: int, product: int) -> Node | None:
+def only_user(find: Finder, value: int, product: int) -> Node | None:
     """The only equation that reads a value, if it runs as often as the product."""
     g, users = find.graph, find.graph.users(value)
     if len(users) != 1 or value in g.results or len(users[0].outs) != 1:
@@ -337,7 +337,7 @@ def _only_user(find: Finder, value: int, product: int) -> Node | None:
     return node if same_body(find, node, g.node_of(product)) else None
 
 
-def _join_behind(
+def join_behind(
     find: Finder, node: Node, value: int, left: Sequence[str]
 ) -> tuple[str, tuple[Joined, ...]] | None:
     """The step of an equation that joins something to a product; None for another one.

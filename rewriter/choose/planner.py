@@ -13,6 +13,7 @@ from rewriter.choose.choose import choose, left_out
 from rewriter.choose.choose_ring import choose_ring
 from rewriter.choose.nested_sites import choose_among_nested
 from rewriter.choose.number_sites import Placed, Plan, in_order, spec_on_device, top
+from rewriter.choose.rounded_results import unless_rounded
 from rewriter.config import Config
 from rewriter.find.match import Match
 from rewriter.find.region import Regions
@@ -180,6 +181,7 @@ def _choices(
         if key not in by_reading:
             by_reading[key] = chosen(graph, f, config, target, count, sum_of)
         choice, refused = by_reading[key], f.match.not_chosen
+        choice = unless_rounded(graph, f, choice, target)
         if refused:
             choice = replace(choice, not_chosen=(*choice.not_chosen, *refused))
         choices.append(choice)

@@ -90,7 +90,7 @@ def of_mode(
     return {"forward": forward, "vjp": vjp, "forward_and_vjp": both}[mode]
 
 
-FOUR_BITS = ("int4", "uint4")
+FOUR_BITS = ("int4", "uint4", "float4_e2m1fn")
 """Dtypes of which a byte of memory has two."""
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.ops.cost import Dtypes, Shapes
+from rewriter.ops.cost import FOUR_BITS, Dtypes, Shapes
 from rewriter.ops.form import Form, special_form
 from rewriter.ops.kernel import Spec
 from rewriter.ops.op import Op, Operand, Sharding, Stored
@@ -36,7 +36,7 @@ from rewriter.ops.widening import by_steps
 EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
 """Dtypes of 8 bits whose numbers floats of 16 bits hold exactly."""
 
-FEW_BITS = (*EIGHT_BITS, "uint8", "int4", "uint4")
+FEW_BITS = (*EIGHT_BITS, "uint8", *FOUR_BITS)
 """Dtypes of at most 8 bits whose numbers bfloat16 and float16 hold exactly."""
 
 GROUPS = "z"

@@ -60,6 +60,12 @@ def rows_of_few_bits(x: Any, w: Any, s: Any) -> Any:
     return jnp.dot(q, w, preferred_element_type=jnp.int32).astype(x.dtype) * s * m
 
 
+def parts_of_rows(x: Any, w: Any, s: Any) -> Any:
+    """A product whose parts are scaled and added up."""
+    x, w = x.reshape(len(x), len(s), -1), w.reshape(len(s), -1, N)
+    return (jnp.einsum("mzk,zkn->mzn", x, w.astype(x.dtype)) * s).sum(1)
+
+
 def packed(x: Any, p: Any, s: Any) -> Any:
     """A product of numbers packed by two in a byte."""
     w = jnp.stack([(p << 4) >> 4, p >> 4], 1).reshape(2 * p.shape[0], -1)
@@ -68,6 +74,7 @@ def packed(x: Any, p: Any, s: Any) -> Any:
 
 NUMBERS_UP, BOTH = NUMBERS[::-1].copy(), np.concatenate([NUMBERS, NUMBERS[::-1]], 1)
 COLUMN, COLUMNS = (R.uniform(0.01, 0.03, n).astype("float32") for n in (N, 2 * N))
+PARTS = R.uniform(0.01, 0.03, (4, N)).astype("float32")
 Q = R.standard_normal((4, 8, 8, 16)).astype("float32")
 KEYS = R.integers(-99, 99, (4, 24, 4, 16)).astype("int8")
 SCALES = R.uniform(0.01, 0.03, (4, 24, 4)).astype("float32")
@@ -82,6 +89,8 @@ OTHERS = {  # a program, its arguments and how they are split, float ones, what 
                   (HEADS, KV, KV, KV, KV), (0, 3, 4), "n over model"),
     "packed bytes": (packed, (X, NUMBERS[: K // 2], COLUMN), (ROWS, COLS, P("model")),
                      (0, 2), "n over model"),
+    "parts": (parts_of_rows, (X, NUMBERS, PARTS), (ROWS, P(), P()), (0, 2),
+              "over data"),
     "rows of few bits": (rows_of_few_bits, (X, NUMBERS, COLUMN),
                          (ROWS, COLS, P("model")), (), ""),
 }  # fmt: skip
@@ -89,6 +98,7 @@ ALSO = {
     "quantized_gated_linear_unit": ["memory_bounded", "xla"],
     "quantized_attention": ["memory_bounded", "xla"],
     "packed_dot": ["memory_bounded", "xla"],
+    "block_scaled_dot": ["memory_bounded", "xla"],
 }
 
 
@@ -114,7 +124,7 @@ def others() -> None:
                 limit = 1e-5 * float(np.abs(b).max())
                 np.testing.assert_allclose(a, b, atol=limit, err_msg=name)
         sites = [s for s in fast.report(*args).sites if s.kernel != "xla"]
-        assert {s.form for s in sites} <= ALSO.keys()
+        assert {s.form or s.op for s in sites} <= ALSO.keys()
         assert len(sites) == bool(split), (name, sites)
         assert all(split in s.sharding for s in sites), (name, sites)
         text = fast.lower(*args).compile().as_text()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 KEYS = 64
-"""Keys of a block: the rows of a product of tensor cores."""
+"""The rows of a product of tensor cores, each of them a key."""
 
 ROWS = 64
 """The most queries of a key head."""
@@ -39,18 +39,20 @@ class Tiles:
         turns: Warpgroups that compute, and take blocks of keys in turns.
         splits: Blocks of threads of a cluster, which share a key head's queries.
         parts: Clusters that share them. Their results are merged by XLA.
+        keys: Keys of a block, 64 or 128.
     """
 
     stages: int = 4
     turns: int = 2
     splits: int = 1
     parts: int = 1
+    keys: int = KEYS
 
     def shared_memory(self, spec: Spec) -> int:
         """Bytes of shared memory of a use."""
         rows, h, e = queries(spec), spec.shape("q")[3], spec.shape("v")[3]
-        block = KEYS * (h + e + 8)
-        results = self.turns * rows * (4 * e + 2 * KEYS + 4 * 10)
+        block = self.keys * (h + e + 8 * spec.shape("k")[2])  # with scales beside
+        results = self.turns * rows * (4 * e + 2 * self.keys + 4 * 10)
         return self.stages * block + results + 2 * rows * h + BARRIERS
 
 
@@ -91,6 +93,7 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
     for change in (
         {"turns": 4}, {"turns": 4, "stages": 8}, {"turns": 3, "stages": 9},
         {"splits": 1, "parts": 1}, {"parts": 2 * own.parts}, {"splits": 2},
+        {"keys": 128, "turns": 4, "stages": 4}, {"keys": 128, "turns": 3, "stages": 6},
     ):  # fmt: skip
         found.append(with_stages(replace(own, **change), spec))
     return list(dict.fromkeys(found))
@@ -103,6 +106,8 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     if config.stages % config.turns:
         text = f"{config.stages} stages for {config.turns} warpgroups in turns"
         found.append(no("stages", text))
+    if config.keys not in (KEYS, 2 * KEYS):
+        found.append(no("keys", f"{config.keys} keys of a block, not 64 or 128"))
     if not 1 <= config.splits <= 8:
         found.append(no("splits", f"{config.splits} blocks of a cluster, not 1 to 8"))
     if config.parts < 1:

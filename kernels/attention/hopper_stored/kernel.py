@@ -1,10 +1,11 @@
 """Few queries against many keys of 8 bits on Hopper GPUs: each number is read once.
 
 A block of threads has a part of the keys that one key head's queries see. Its last
-warpgroup copies 64 keys and values at a time. The others take these in turns. Each
-widens numbers in registers, from where tensor cores multiply them, and keeps a running
-softmax of its own. Blocks of the same queries are a cluster: in the end they add up the
-results of all. Sources: Dao et al., "Flash-Decoding for long-context inference" (2023).
+warpgroup copies 64 or 128 keys and values at a time. The others take these in turns.
+Each widens numbers in registers, from where tensor cores multiply them, and keeps a
+running softmax of its own. Blocks of the same queries are a cluster: in the end they
+add up the results of all. Sources: Dao et al., "Flash-Decoding for long-context
+inference" (2023).
 
 Scores are transposed, with a row for each key: so keys and values are the operands that
 tensor cores take from registers.
@@ -12,6 +13,7 @@ tensor cores take from registers.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,6 +54,7 @@ class Problem:
         values: How values are widened.
         factors: ``"k"`` if scales of keys multiply scores, and ``"v"`` if those of
             values multiply weights.
+        beside: The names of scales of which those of all heads lie beside each other.
         dtype: The result's dtype.
         config: The tiles.
     """
@@ -64,6 +67,7 @@ class Problem:
     keys: Use
     values: Use
     factors: tuple[str, ...]
+    beside: tuple[str, ...]
     dtype: str
     config: Tiles
 
@@ -75,7 +79,8 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
         p: The problem.
         named: ``q`` [b * heads, queries, h], with queries in eights. ``k`` and ``v``
             are laid out by `Problem.axes`. ``limits`` are int32 [b, 3 queries + 2].
-            ``k_scale`` and ``v_scale`` are [b * heads, s], if present. Limits are for
+            ``k_scale`` and ``v_scale`` are [b * heads, s], if present, or [b, s, heads]
+            if `Problem.beside` has them. Limits are for
             each query the first and the last key that it sees, and 1 if all keys count
             the same. Then follow the first block of keys, and the one behind the last.
     """
@@ -85,7 +90,9 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
     wide = {"k": h, "v": e}
     scratch: dict[str, Any] = {
         "q_tiles": pallas_gpu.tiles((h // CHUNK, queries, CHUNK), named["q"].dtype),
-        "p_tiles": pallas_gpu.tiles((config.turns, queries, KEYS), named["q"].dtype),
+        "p_tiles": pallas_gpu.tiles(
+            (config.turns * config.keys // KEYS, queries, KEYS), named["q"].dtype
+        ),
         "reduced": plgpu.SMEM((config.turns, 2, 4, queries), jnp.float32),
         "partial": plgpu.SMEM((config.turns, queries, e), jnp.float32),
         "stats": plgpu.SMEM((config.turns, 2, queries), jnp.float32),
@@ -94,10 +101,11 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
     for x in "kv":
         own = f"{x}_scale"
         scratch[f"{x}_tiles"] = pallas_gpu.tiles(
-            (stages, 1, KEYS, wide[x]), named[x].dtype
+            (stages, 1, config.keys, wide[x]), named[x].dtype
         )
         if own in named:
-            scratch[own] = plgpu.SMEM((stages, 1, KEYS), named[own].dtype)
+            shape = (1, config.keys) if own not in p.beside else (config.keys, p.heads)
+            scratch[own] = plgpu.SMEM((stages, *shape), named[own].dtype)
         scratch[f"{x}_ready"] = pallas_gpu.barriers(stages, 1 + (own in named))
         scratch[f"{x}_free"] = pallas_gpu.barriers(stages)
     out = [jax.ShapeDtypeStruct((pairs, p.rows, e), p.dtype)]
@@ -167,7 +175,7 @@ class _Block:
     # ------------------------------------------------------------------ copying
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
-        x = self.x
+        x, keys = self.x, self.p.config.keys
         for i in range(x["q_tiles"].shape[0]):
             plgpu.copy_gmem_to_smem(
                 self.given["q"].at[self.pair, :, pl.ds(CHUNK * i, CHUNK)],
@@ -176,8 +184,8 @@ class _Block:
 
         def one(i: Any, _: Any) -> None:
             slot = self.slot(i)
-            key = pl.multiple_of((self.first + i) * KEYS, KEYS)
-            at = {"p": self.sequence, "k": self.head, "z": pl.ds(key, KEYS)}
+            key = pl.multiple_of((self.first + i) * keys, keys)
+            at = {"p": self.sequence, "k": self.head, "z": pl.ds(key, keys)}
             for name in "kv":
                 ready = x[f"{name}_ready"].at[slot]
                 plgpu.barrier_wait(x[f"{name}_free"].at[slot])
@@ -185,11 +193,14 @@ class _Block:
                     self.given[name].at[tuple(at[a] for a in self.p.axes[:3])],
                     x[f"{name}_tiles"].at[slot, 0], ready,
                 )  # fmt: skip
-                if f"{name}_scale" in self.given:
-                    plgpu.copy_gmem_to_smem(
-                        self.given[f"{name}_scale"].at[self.pair, pl.ds(key, KEYS)],
-                        x[f"{name}_scale"].at[slot, 0], ready,
-                    )  # fmt: skip
+                if (own := f"{name}_scale") in self.given:
+                    values, place = self.given[own], x[own].at[slot]
+                    if own in self.p.beside:
+                        values = values.at[self.sequence, pl.ds(key, keys)]
+                    else:
+                        values = values.at[self.pair, pl.ds(key, keys)]
+                        place = place.at[0]
+                    plgpu.copy_gmem_to_smem(values, place, ready)
 
         lax.fori_loop(0, self.end - self.first, one, None)
 
@@ -240,41 +251,60 @@ class _Block:
         """Adds the values of a block of keys."""
         top, total, *out = carry
         p, x, slot = self.p, self.x, self.slot(step)
-        shape = top.shape
-        plgpu.barrier_wait(x["k_ready"].at[slot])
-        tiles = [x["q_tiles"].at[c] for c in range(x["q_tiles"].shape[0])]
-        (scores,) = stored.multiply(
-            [pallas_gpu.zeros(shape)], x["k_tiles"].at[slot], tiles,
-            self.joined("k", slot), [CHUNK * len(tiles)] * len(self.joined("k", slot)),
-            p.keys,
-        )  # fmt: skip
-        scores = scores * (p.scale * LOG2E)
-        if "k" in p.factors:
-            scores = scores * self.factor("k", slot, shape)
-        plgpu.barrier_arrive(x["k_free"].at[slot])
-        first, last, same = limits
-        key = pallas.along(pallas.row_positions(KEYS), shape)
-        key = key + (self.first + step) * KEYS
-        scores = jnp.where(same > 0, 0.0, scores)
-        scores = jnp.where((key >= first) & (key <= last), scores, -jnp.inf)
+        shape, parts = top.shape, p.config.keys // KEYS
+        scores = [
+            self.seen(part, KEYS * (parts * (self.first + step) + at), limits)
+            for at, part in enumerate(self.scores(slot, shape))
+        ]
+        highest = functools.reduce(jnp.maximum, scores)
         place = x["reduced"].at[turn, lax.rem(i, jnp.int32(2))]
-        higher = jnp.maximum(top, instructions.over_keys(scores, place, "max"))
+        higher = jnp.maximum(top, instructions.over_keys(highest, place, "max"))
         least = jnp.where(higher == -jnp.inf, 0.0, higher)
-        weights = jnp.exp2(scores - least)
+        weights = [jnp.exp2(x - least) for x in scores]
         fade = jnp.exp2(top - least)
-        total = total * fade + weights
+        total = sum(weights, total * fade)
         plgpu.barrier_wait(x["v_ready"].at[slot])
         if "v" in p.factors:
-            weights = weights * self.factor("v", slot, shape)
-        instructions.store_weights(weights, x["p_tiles"].at[turn])
+            weights = [
+                x * self.factor("v", slot, at, shape) for at, x in enumerate(weights)
+            ]
+        tiles = [x["p_tiles"].at[turn * parts + at] for at in range(parts)]
+        for part, tile in zip(weights, tiles, strict=True):
+            instructions.store_weights(part, tile)
         plgpu.commit_smem()
         joined = self.joined("v", slot)
         out = stored.multiply(
-            [o * fade for o in out], x["v_tiles"].at[slot], [x["p_tiles"].at[turn]],
+            [o * fade for o in out], x["v_tiles"].at[slot], tiles,
             joined, [1] * len(joined), p.values,
         )  # fmt: skip
         plgpu.barrier_arrive(x["v_free"].at[slot])
         return higher, total, *out
+
+    def scores(self, slot: Any, shape: tuple[int, int]) -> list[Any]:
+        """Scores of a block of keys in units of log(2), 64 keys each."""
+        p, x = self.p, self.x
+        plgpu.barrier_wait(x["k_ready"].at[slot])
+        tiles = [x["q_tiles"].at[c] for c in range(x["q_tiles"].shape[0])]
+        parts, joined = p.config.keys // KEYS, self.joined("k", slot)
+        scores = stored.multiply(
+            [pallas_gpu.zeros(shape)] * parts, x["k_tiles"].at[slot], tiles,
+            joined, [CHUNK * len(tiles)] * len(joined), p.keys,
+        )  # fmt: skip
+        scores = [x * (p.scale * LOG2E) for x in scores]
+        if "k" in p.factors:
+            scores = [
+                x * self.factor("k", slot, at, shape) for at, x in enumerate(scores)
+            ]
+        plgpu.barrier_arrive(x["k_free"].at[slot])
+        return scores
+
+    def seen(self, scores: Any, start: Any, limits: Any) -> Any:
+        """Scores of 64 keys from `start` on, and -inf for those that are not seen."""
+        first, last, same = limits
+        shape = scores.shape
+        key = pallas.along(pallas.row_positions(KEYS), shape) + start
+        scores = jnp.where(same > 0, 0.0, scores)
+        return jnp.where((key >= first) & (key <= last), scores, -jnp.inf)
 
     def joined(self, name: str, slot: Any) -> list[Any]:
         """What is joined to numbers while they are widened."""
@@ -283,8 +313,10 @@ class _Block:
             return []
         return [self.x[own].at[slot]]
 
-    def factor(self, name: str, slot: Any, shape: Any) -> Any:
-        """The factor of each key."""
-        line = self.x[f"{name}_scale"].at[slot, 0]
+    def factor(self, name: str, slot: Any, part: int, shape: Any) -> Any:
+        """The factor of each of 64 keys."""
+        own, rows = f"{name}_scale", pl.ds(KEYS * part, KEYS)
+        place = (rows, self.head) if own in self.p.beside else (0, rows)
+        line = self.x[own].at[slot, *place]
         values = pallas_gpu.loaded(line, pallas.ROWS, optimized=False)
         return pallas.along(values.astype(jnp.float32), shape)

@@ -13,6 +13,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from rewriter.kernels.quantized_dot import xla
 from rewriter.kernels.quantized_dot.estimate import estimate
@@ -37,8 +38,9 @@ from rewriter.kernels.shared.rounding import (
     behind_in_float32,
     in_float32,
 )
+from rewriter.ops.cost import FOUR_BITS
 from rewriter.ops.kernel import Space, Speed
-from rewriter.ops.stored import EIGHT_BITS, usual_steps
+from rewriter.ops.stored import FEW_BITS, usual_steps
 from rewriter.ops.widening import all_columns
 from rewriter.support.verdict import Verdict, all_of, no
 
@@ -51,7 +53,10 @@ NAME = "quantized_dot_of_few_rows"
 WIDE = 128
 """The fewest columns of a block."""
 
-TAKEN = (*EIGHT_BITS, "uint8", "int4", "uint4")
+FLOATS = "float4_e2m1fn"
+"""The dtype of floats of four bits."""
+
+TAKEN = FEW_BITS
 """Dtypes of the matrix's numbers."""
 
 
@@ -67,7 +72,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("dtype", f"w is {stored}, not {', '.join(TAKEN)}"))
     if not 0 < m <= MOST:
         found.append(no("rows", f"{m} rows, not 1 to {MOST}"))
-    deep = 128 if transposed(spec) and "int4" in stored else CHUNK
+    deep = 128 if transposed(spec) and stored in FOUR_BITS else CHUNK
     if k % deep or not k:
         found.append(no("alignment", f"k is {k}, not a multiple of {deep}"))
     if n % WIDE or not n:
@@ -129,8 +134,11 @@ def forward(*, residuals: bool = False, config: Tiles, **given: Any) -> Any:
         Steps(steps, dtypes, x.dtype.name), finished, use.w.dtype.name, out_dtype,
         config, use.transposed,
     )  # fmt: skip
+    matrix = use.w
+    if matrix.dtype.name == FLOATS:
+        matrix = lax.bitcast_convert_type(matrix, jnp.uint4)  # as the hardware knows it
     out = kernel.rows_times_matrix(
-        NAME, x.reshape(rows, k), use.w, joined, rows_behind, plan
+        NAME, x.reshape(rows, k), matrix, joined, rows_behind, plan
     )
     if after is None:
         out = use.finished(out.astype(dtype))

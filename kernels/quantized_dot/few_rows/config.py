@@ -12,6 +12,7 @@ from rewriter.kernels.shared.hopper import (
     processors,
     with_stages,
 )
+from rewriter.ops.cost import FOUR_BITS
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Tiles:
         """
         if transposed:
             return self.columns
-        wide = 256 if "int4" in stored and self.columns % 256 == 0 else 128
+        wide = 256 if stored in FOUR_BITS and self.columns % 256 == 0 else 128
         return min(wide, self.columns)
 
     def copies(self, width: int, arrays: int) -> int:
@@ -94,7 +95,7 @@ class Tiles:
 
 def bits_of(spec: Spec) -> int:
     """Returns the bits of a number of the matrix."""
-    return 4 if "int4" in spec.dtype("w") else 8
+    return 4 if spec.dtype("w") in FOUR_BITS else 8
 
 
 def padded(rows: int) -> int:
@@ -124,7 +125,7 @@ def default(spec: Spec, device: Device) -> Tiles:
     """
     m, k, n = sizes(spec)
     count = int(processors(device) * BUSY)
-    four = "int4" in spec.dtype("w")
+    four = spec.dtype("w") in FOUR_BITS
     few = four and padded(m) <= 32
     depth = 128 if k % 128 == 0 and _whole_groups(spec, 128) else 64
     base = Tiles(depth=depth, stages=8 if few else 4)

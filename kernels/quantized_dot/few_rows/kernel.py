@@ -51,6 +51,10 @@ class Use:
         transposed: Whether the matrix is [n, k].
         by_rows: Whether arrays of the steps have a value for each summed row instead of
             each column.
+        inside: None, or what is joined to the product of each step, in float32, before
+            it is added up. The arrays are then joined here, and not to the numbers.
+        alternating: Whether the summed axis of the rows is ordered by `alternating`.
+            A thread then reads whole words of a transposed matrix.
     """
 
     steps: Steps
@@ -60,11 +64,28 @@ class Use:
     config: Tiles
     transposed: bool = False
     by_rows: bool = False
+    inside: Steps | None = None
+    alternating: bool = False
 
     @property
     def width(self) -> int:
         """Columns of a tile of the matrix."""
         return self.config.width(self.stored, self.transposed)
+
+
+def alternating(rows: Array, count: int) -> Array:
+    """Returns rows whose last axis is ordered as threads read a transposed matrix.
+
+    Tensor cores take from thread t of four the numbers 2 t and 2 t + 1 of each 8. A
+    thread has a word there. It gives the words' first and middle numbers to the first
+    8, and the ones behind these to the next 8.
+
+    Args:
+        rows: [..., k], k a multiple of 4 words.
+        count: The numbers of a word of 32 bits.
+    """
+    parts = rows.reshape(*rows.shape[:-1], -1, 4, 2, count // 2)
+    return jnp.moveaxis(parts, -1, -3).reshape(rows.shape)
 
 
 def rows_times_matrix(
@@ -228,18 +249,24 @@ class _Block:
         first, end = self.steps
         groups = [self.lhs.shape[1] // v.shape[0] for v in self.joined]
 
+        zeros = [pallas_gpu.zeros((64, left.shape[1]))] * (wide // 64)
+
         def one(i: Any, sums: Any) -> Any:
             slot = self.slot(turn + i * config.turns)
             plgpu.barrier_wait(x["ready"].at[slot])
             parts = [left.at[slot * config.chunks + p] for p in range(config.chunks)]
             joined = [v.at[slot, pl.ds(0, v.shape[1]), columns] for v in x["joined"]]
-            sums = instructions.multiply(
-                sums, x["right"].at[slot, own], parts, joined, groups, self.use
-            )
+            right = x["right"].at[slot, own]
+            if self.use.inside is None:
+                sums = instructions.multiply(
+                    sums, right, parts, joined, groups, self.use
+                )
+            else:
+                made = instructions.multiply(zeros, right, parts, (), (), self.use)
+                sums = instructions.add_joined(sums, made, right, joined, self.use)
             plgpu.barrier_arrive(x["free"].at[slot])
             return sums
 
-        zeros = [pallas_gpu.zeros((64, left.shape[1]))] * (wide // 64)
         count = lax.div(end - first - turn + config.turns - 1, jnp.int32(config.turns))
         sums = lax.optimization_barrier(lax.fori_loop(0, count, one, zeros))
         rows = pl.ds(0, left.shape[1])

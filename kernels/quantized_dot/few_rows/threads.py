@@ -12,9 +12,9 @@ A transposed matrix has two rows of a column in a word, and columns are in order
 
     lane 4 q + t of warp w      columns  64 j + 16 w + q + 0 and 8.
 
-In shared memory of the matrix, pieces of 16 bytes are exchanged. In rows of 128 bytes,
-piece p of row r lies at p xor (r mod 8); in rows of 64 bytes at p xor (r / 2 mod 4). So
-a warp's words lie in different banks.
+In shared memory of the matrix, pieces of 16 bytes are exchanged: piece p of row r lies
+at p xor (r mod 8) in rows of 128 bytes. In rows of 64 bytes it is p xor (r / 2 mod 4),
+and in rows of 32 bytes p xor (r / 4 mod 2). So a warp's words lie in different banks.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ def meet() -> None:
     run()
 
 
+def _key(name: str, row: str, size: int) -> str:
+    """Instructions for what the pieces of a row of 128, 64 or 32 bytes are xored by."""
+    shift = {128: 0, 64: 1, 32: 2}[size]
+    return f"shr.u32 {name}, {row}, {shift}; and.b32 {name}, {name}, {7 >> shift};"
+
+
 class Thread:
     """The place of a thread in its warpgroup."""
 
@@ -66,11 +72,9 @@ class Thread:
 
         Args:
             odd: 1 for the row behind it.
-            size: Bytes of a row: 128 or 64.
+            size: Bytes of a row: 128, 64 or 32.
         """
-        key = "and.b32 key, row, 7;" if size == 128 else (
-            "shr.u32 key, row, 1; and.b32 key, key, 3;"
-        )  # fmt: skip
+        key = _key("key", "row", size)
         text = (
             "{ .reg .b32 row, key, x, piece;\n"
             f"shl.b32 row, $3, 1; add.u32 row, row, {odd}; {key}\n"
@@ -91,12 +95,10 @@ class Thread:
         Args:
             column: The column, whose rows lie together.
             piece: The index of the piece.
-            size: Bytes of a column: 128 or 64.
+            size: Bytes of a column: 128, 64 or 32.
             bits: Those of a number.
         """
-        key = "and.b32 x, $1, 7;" if size == 128 else (
-            "shr.u32 x, $1, 1; and.b32 x, x, 3;"
-        )  # fmt: skip
+        key = _key("x", "$1", size)
         text = (
             f"{{ .reg .b32 x, y; {key} xor.b32 x, x, {piece}; shl.b32 x, x, 4;\n"
             f"mad.lo.u32 x, $1, {size}, x; mad.lo.u32 $0, $2, {bits // 4}, x; }}"

@@ -31,15 +31,13 @@ def is_lossless(old: Any, new: Any) -> bool:
         return old == new
 
 
+_NARROW = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+
 _WIDER = {
     (small, wide)
-    for small in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+    for small in ("bfloat16", "float16", *_NARROW)
     for wide in ("float32", "float64")
-} | {
-    (small, wide)
-    for small in ("float8_e4m3fn", "float8_e5m2")
-    for wide in ("bfloat16", "float16")
-}
+} | {(small, wide) for small in _NARROW for wide in ("bfloat16", "float16")}
 
 
 def takes_integers(alg: Algebra, p: Poly) -> bool:

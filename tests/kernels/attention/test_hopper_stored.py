@@ -87,7 +87,7 @@ def test_configs(b: int) -> None:
 def test_lowers_on_a_cpu(widen: str, t: int, stored: str) -> None:
     scale = "bfloat16" if widen == NARROW else "float32"
     given = make(t=t, scale=scale, stored=stored)
-    how = {"widen_k": widen, "widen_v": widen, "config": Tiles(4, 2, 2)}
+    how = {"widen_k": widen, "widen_v": widen, "config": Tiles(4, 2, 2, keys=128)}
     call = jax.jit(lambda x: KERNEL.forward(**x, **how))
     exported = jax.export.export(call, platforms=["cuda"])(given)
     assert exported.mlir_module().count("mosaic_gpu_v2") == 1
@@ -95,7 +95,9 @@ def test_lowers_on_a_cpu(widen: str, t: int, stored: str) -> None:
 
 
 # ------------------------------------------------------------------------- on a GPU
-CONFIGS = [None, Tiles(2, 2), Tiles(6, 2, 3), Tiles(4, 2, 2, 3)]
+CONFIGS = [
+    None, Tiles(2, 2), Tiles(6, 2, 3), Tiles(4, 2, 2, 3), Tiles(4, 2, 1, 2, keys=128),
+]  # fmt: skip
 LENGTHS = np.array([300, 77], "int32")
 USES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all keys": ({}, {}),
@@ -121,6 +123,7 @@ USES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "uint8": ({"stored": "uint8"}, {}),
     "int4": ({"stored": "int4"}, {}),
     "uint4": ({"stored": "uint4"}, {}),
+    "int4 and heads of 64": ({"stored": "int4", "h": 64}, {}),
     "a wider result": ({}, {"out_dtype": "float32"}),
     "a scale of scores": ({}, {"scale": 0.088}),
 }  # fmt: skip
@@ -128,9 +131,7 @@ USES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize(
-    "config", [None, Tiles(2, 2), Tiles(6, 2, 3), Tiles(4, 2, 2, 3)], ids=str
-)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("widen", [BEHIND, NARROW, ONCE])
 @pytest.mark.parametrize("name", USES)
 def test_numbers(name: str, widen: str, config: Tiles | None) -> None:

@@ -16,7 +16,9 @@ import rewriter
 from rewriter.kernels.quantized_dot import OP, few_rows
 from rewriter.kernels.quantized_dot.few_rows import KERNEL, registers
 from rewriter.kernels.quantized_dot.few_rows.config import Tiles
+from rewriter.kernels.quantized_dot.few_rows.kernel import alternating
 from rewriter.ops import device
+from rewriter.ops.cost import FOUR_BITS
 from rewriter.ops.kernel import spec_of, worth_measuring
 from tests import slow
 from tests.kernels.quantized_dot.test_hopper import (
@@ -254,6 +256,50 @@ def test_every_number_is_widened_exactly(
 
 @pytest.mark.once
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_floats_of_four_bits_are_widened_exactly(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = _Registers()
+    monkeypatch.setattr(registers, "emit", machine.emit)
+    monkeypatch.setattr(registers, "constant", lambda x: x)
+    stored = few_rows.FLOATS
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], "float32")
+    want = np.concatenate([sizes, -sizes])
+    for first in range(16):
+        low, high = first * 0x11111111, 0x7A3C96E1
+        for at in range(8):
+            word = registers.numbers(stored, dtype, low, high, at)
+            got = np.uint32(word).reshape(1).view(jnp.dtype(dtype)).astype("f4")
+            np.testing.assert_array_equal(got, want[[first, high >> 4 * at & 15]])
+            assert np.signbit(got[0]) == (first >= 8)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stored", ["int8", "uint8", "int4", "uint4"])
+def test_words_meet_rows_in_their_order(
+    stored: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor cores take the same numbers of a matrix and of rows as `alternating`."""
+    machine = _Registers()
+    monkeypatch.setattr(registers, "emit", machine.emit)
+    monkeypatch.setattr(registers, "constant", lambda x: x)
+    signed, bits = not stored.startswith("u"), int(stored[-1])
+    count = 32 // bits
+    numbers = np.random.default_rng(0).integers(0, 1 << bits, 4 * count)
+    places = [int(sum(int(x) << bits * i for i, x in enumerate(numbers[j : j + count])))
+              for j in range(0, 4 * count, count)]  # fmt: skip
+    wide = numbers - (1 << bits) * (signed & (numbers >= 1 << bits - 1))
+    ordered = np.asarray(alternating(jnp.asarray(wide), count))
+    for part in range(count // 2):
+        for t in range(4):
+            pair = registers.alternate(stored, dtype, places[t], part)
+            got = np.uint32(pair).reshape(1).view(jnp.dtype(dtype)).astype(np.float32)
+            assert got.tolist() == ordered[8 * part + 2 * t :][:2].tolist()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("stored", ["int8", "uint8", "int4", "uint4"])
 def test_neighbours_are_widened_exactly(
     stored: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -313,6 +359,7 @@ LOWERED = [
     (Tiles(), "int8", "bfloat16 -zero *scale", 1, "transposed"),
     (Tiles(stages=3, turns=3), "float8_e4m3fn", ONCE, 2, "forward"),
     (Tiles(256), "int4", "float32 *scale bfloat16", 2, "transposed"),
+    (Tiles(256), few_rows.FLOATS, ONCE, 8, "forward"),
 ]
 
 
@@ -362,7 +409,7 @@ def test_numbers(mode: str, widen: str, stored: str, config: Tiles) -> None:
 def stored_in(stored: str, m: int, k: int, n: int, groups: int) -> dict[str, Any]:
     """Operands, with every number of the dtype."""
     given = make(m, k, n, groups)
-    bits = 4 if "int4" in stored else 8
+    bits = 4 if stored in FOUR_BITS else 8
     if "int" in stored:
         first = 0 if stored.startswith("u") else -(1 << bits - 1)
         numbers = np.arange(k * n).reshape(k, n) * 7 % (1 << bits) + first

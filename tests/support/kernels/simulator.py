@@ -768,6 +768,18 @@ def _multiply_stored(
     ]
 
 
+def _add_joined(
+    sums: list[np.ndarray], products: list[np.ndarray], right: Reference,
+    joined: Sequence[Reference], use: Any,
+) -> list[np.ndarray]:  # fmt: skip
+    """Sums of 64 columns each, with scales of columns of a part's products."""
+    del right
+    values = [x.view()[0].astype(np.float32)[:, None] for x in joined]
+    made = _after_steps(np.concatenate(products), use.inside.steps, values)
+    parts = made.reshape(len(sums), 64, -1)
+    return [x + y for x, y in zip(sums, parts, strict=True)]
+
+
 def _after_steps(x: np.ndarray, steps: Any, values: Sequence[np.ndarray]) -> np.ndarray:
     for sign, what in steps:
         if sign == "round":
@@ -806,6 +818,7 @@ def simulated_few_rows() -> Iterator[None]:
         every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
         patch.setattr(threads, "meet", every)
         patch.setattr(instructions, "multiply", _multiply_stored)
+        patch.setattr(instructions, "add_joined", _add_joined)
         patch.setattr(totals, "store_sums", store_sums)
         patch.setattr(totals, "add_up", add_up)
         yield

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+
 from rewriter.kernels.ragged.dot.hopper.config import Tiles
 from rewriter.kernels.shared import pallas_gpu
 
@@ -75,6 +78,58 @@ class Along:
         if self.rows:
             return pallas_gpu.column(self.values, row, shape)
         return pallas_gpu.row(self.values, column, shape)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Values that are joined to the product of each part of the summed axis.
+
+    Attributes:
+        values: Floats [parts, m or n], or [parts, n / 128 or fewer] for whole tiles of
+            columns: an array, or a reference.
+        kind: ``"rows"``, ``"columns"``, or ``"tiles"``.
+        wide: The columns of a tile, for ``"tiles"``.
+    """
+
+    values: Any
+    kind: str
+    wide: int = 1
+
+    def block(self, part: Any, row: Any, column: Any, shape: tuple[int, int]) -> Any:
+        """Returns the values for a block of a part's product.
+
+        Args:
+            part: The index of the part.
+            row: The block's first row.
+            column: Its first column.
+            shape: [64 a, columns].
+        """
+        part = part if self.values.shape[0] > 1 else 0
+        if self.kind == "tiles":
+            last = self.values.shape[1] - 1
+            return self.values[part, jnp.minimum(lax.div(column, self.wide), last)]
+        if self.kind == "rows":
+            return pallas_gpu.column(self.values.at[part], row, shape)
+        return pallas_gpu.row(self.values.at[part], column, shape)
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What is done to the product of each part of the summed axis.
+
+    Attributes:
+        result: A function of a block of the product, in the dtype of sums, and of
+            blocks of `joined`. It returns float32.
+        joined: What is joined to it.
+    """
+
+    result: Callable[..., Any]
+    joined: tuple[Blocks, ...]
+
+    def of(self, arrays: Sequence[Any]) -> Inside:
+        """Returns the same with other values."""
+        pairs = zip(self.joined, arrays, strict=True)
+        return replace(self, joined=tuple(replace(j, values=x) for j, x in pairs))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from rewriter.kernels.ragged.dot.hopper import schedule
 from rewriter.kernels.ragged.dot.hopper.branches import (
     Along,
     Branch,
+    Inside,
     Side,
     blocks,
     pieces,
@@ -81,6 +82,7 @@ def combined(
     groups: int = 1,
     along: Sequence[Along] = (),
     promoted: int = 0,
+    inside: Inside | None = None,
 ) -> Sequence[Array]:
     """Returns functions of each row's products with its group's matrices.
 
@@ -104,6 +106,7 @@ def combined(
         along: What results join to rows and columns.
         promoted: The number of steps after which sums of 8-bit floats are added to
             float32 registers; 0 for never. Tensor cores keep 14 bits of such sums.
+        inside: What is done to the sums of so many steps before that.
     """
     m, count = lhs.shape[0], len(branches)
     tiles = schedule.EqualGroups(m // groups, config.block_m, groups)
@@ -114,17 +117,21 @@ def combined(
     right_side = matrices(config, count, transposed, stored_as, lhs.dtype)
     scratch = _scratch(config, count, lhs.dtype, right_side, dtype, claimed)
     beside = [a.values for a in along]
-    given, tree = jax.tree.flatten(([b.arrays for b in branches], beside, table))
+    scales = [j.values for j in inside.joined] if inside else []
+    every = [b.arrays for b in branches], beside, scales, table
+    given, tree = jax.tree.flatten(every)
 
     def body(lhs: Any, *references: Any, **shared: Any) -> None:
         outs = references[len(given) :]
-        arrays, beside, table = jax.tree.unflatten(tree, references[: len(given)])
+        arrays, beside, scales, table = jax.tree.unflatten(
+            tree, references[: len(given)]
+        )
         right = [b.of(x) for b, x in zip(branches, arrays, strict=True)]
         joined = [replace(a, values=x) for a, x in zip(along, beside, strict=True)]
         listed = tiles if table is None else schedule.Listed(table)
         _Block(
             config, transposed, lhs, right, right_side, listed, results, joined,
-            promoted, outs, shared,
+            promoted, inside and inside.of(scales), outs, shared,
         ).run()  # fmt: skip
 
     wide = config.block_n // count
@@ -204,6 +211,7 @@ class _Block:
     results: Sequence[Callable[..., Any]]
     along: Sequence[Along]
     promoted: int
+    inside: Inside | None
     outs: Sequence[Any]
     shared: dict[str, Any]
 
@@ -416,6 +424,7 @@ class _Block:
         """Returns the same, with sums of some steps added up in float32 registers."""
         count, shape = self.promoted, (height, self.config.columns)
         left, _ = self.shared["left"]
+        place = tile.row + above * self.config.rows, tile.column + before * shape[1]
 
         def free(at: Any) -> None:
             plgpu.barrier_arrive(self.shared["free"].at[self.slot(at)])
@@ -434,11 +443,16 @@ class _Block:
 
         def part(i: Any, total: Any) -> Any:
             first = step + i * count
+            inside = self.inside
+            joined = (
+                [j.block(i, *place, shape) for j in inside.joined] if inside else []
+            )
             made = pl.run_scoped(
-                lambda sums: some(first, sums), plgpu.ACC(shape, jnp.float32)
+                lambda sums: some(first, sums),
+                plgpu.ACC(shape, sums_of(self.lhs.dtype)),
             )
             free(first + count - 1)
-            return total + made
+            return total + (inside.result(made, *joined) if inside else made)
 
         parts = lax.div(tile.steps, jnp.int32(count))
         return lax.fori_loop(0, parts, part, pallas_gpu.zeros(shape))

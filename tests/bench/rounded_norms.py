@@ -1,0 +1,92 @@
+"""A norm of rows that are then rounded to 8 bits: by XLA, and with the norm's kernel.
+
+  python3 -m tests.bench.rounded_norms [--sizes "8192x4096"] [--turns N] [--json PATH]
+
+Sizes are rows x columns, in bfloat16. Times are device time of all kernels of a
+program, on two sets of inputs in turns. `limit` is the time of reading the rows and
+writing 8 bits for each number at the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import rewriter
+from rewriter.hardware import timing
+from rewriter.ops import device
+from tests.bench import record
+
+COMMAND = "python3 -m tests.bench.rounded_norms"
+SIZES = "64x8192;8192x4096;8192x8192"
+MOST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+def rounded(kind: str, x: Any, weight: Any) -> Any:
+    """An RMS norm, its rows in 8 bits, and their scales."""
+    y = x.astype(jnp.float32)
+    y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+    y = y.astype(x.dtype) * weight
+    scale = jnp.max(jnp.abs(y), -1, keepdims=True).astype(jnp.float32) / MOST[kind]
+    q = y.astype(jnp.float32) / scale
+    if kind == "int8":
+        q = jnp.clip(jnp.round(q), -127, 127)
+    return q.astype(kind), scale
+
+
+def measured(kind: str, m: int, d: int, turns: int) -> list[dict[str, Any]]:
+    """Returns a row for each way to compute a case, the fastest first."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    weight = jnp.ones((d,), jnp.bfloat16)
+    sets = [[jax.random.normal(key, (m, d), jnp.bfloat16), weight] for key in keys]
+    written = functools.partial(rounded, kind)
+    ways = {
+        "xla": jax.jit(written),
+        "by default": rewriter.optimize(written),
+        "norm kernel": rewriter.optimize(
+            written, implementation={"rms_norm": ["hopper", "xla"]}
+        ),
+    }
+    programs = [jax.jit(f).lower(*sets[0]).compile() for f in ways.values()]
+    for program in programs:
+        jax.block_until_ready(program(*sets[0]))
+    rows = []
+    bandwidth = device.attached().bandwidth
+    times = timing.measure(programs, sets, turns)
+    for by, t in zip(ways, times, strict=True):
+        rows.append({
+            "rows": m, "columns": d, "kind": kind, "by": by,
+            "us": round(1e6 * t.median, 1), "sigma_us": round(1e6 * t.sigma, 1),
+            "limit_us": bandwidth and round(3e6 * m * d / bandwidth, 1),
+            "method": t.method,
+        })  # fmt: skip
+    return sorted(rows, key=lambda row: row["us"])
+
+
+def main() -> None:
+    """Measures the cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default=SIZES)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--json", type=pathlib.Path)
+    given = parser.parse_args()
+    rows = []
+    for size in given.sizes.split(";"):
+        m, d = map(int, size.split("x"))
+        for kind in MOST:
+            found = measured(kind, m, d, given.turns)
+            rows += found
+            print(*map(json.dumps, found), sep="\n", flush=True)
+    if given.json:
+        record.write(given.json, COMMAND, results=rows)
+
+
+if __name__ == "__main__":
+    main()
