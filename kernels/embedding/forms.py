@@ -56,6 +56,7 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Returns the cotangents: of each row, the one that its id names.
 
+    An id that is outside against a promise names the nearest one, as XLA has it.
     Operands are those of the op, and parameters are as in `reference`.
     """
     del out, residuals
@@ -65,7 +66,8 @@ def backward(
         again = (*lead, m // period, period, d)
         own = jnp.broadcast_to(some[..., None, :, :], again).reshape(rows.shape)
     else:
-        _, flat, total = flattened(rows, ids, size, outside)
+        nearest = "clip" if outside == "promise" else outside
+        _, flat, total = flattened(rows, ids, size, nearest)
         given = cotangent.reshape(total, d)
         own = given.at[flat].get(mode="fill", fill_value=0).reshape(rows.shape)
     grads = {"rows": own.astype(rows.dtype)}

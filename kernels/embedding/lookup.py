@@ -51,10 +51,8 @@ def backward(
     """
     del out, residuals, count
     given = {"start": start, "period": period} if ids is None else {"ids": ids}
-    added = sums(
-        rows=cotangent, size=table.shape[-2],
-        outside="clip" if outside == "clip" else "drop", **given,
-    )  # fmt: skip
+    kept = outside if outside in ("clip", "promise") else "drop"
+    added = sums(rows=cotangent, size=table.shape[-2], outside=kept, **given)
     return {"table": added.astype(table.dtype)}
 
 

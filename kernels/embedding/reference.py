@@ -25,7 +25,8 @@ def reference(
     Args:
         size: The number of rows of the table.
         outside: What becomes of a row whose id is outside of the table: ``"drop"``, or
-            ``"clip"`` for the nearest row of the table.
+            ``"clip"`` for the nearest row of the table. ``"promise"`` says that there
+            is none. XLA drops such a row, and its gradient is that of the nearest.
         start: Without ids: the first one.
         period: Without ids: row i has the id ``start + i % period``.
 
@@ -104,7 +105,12 @@ def scattered(
         operand_batching_dims=batch,
         scatter_indices_batching_dims=batch,
     )
-    return lax.scatter_add(table, ids[..., None], rows, numbers, mode=outside)
+    mode = ADDED.get(outside, outside)
+    return lax.scatter_add(table, ids[..., None], rows, numbers, mode=mode)
+
+
+ADDED = {"promise": "promise_in_bounds"}
+"""The mode of a scatter, where it is called otherwise."""
 
 
 def sample(

@@ -1,7 +1,8 @@
 """Reads the precision that a program keeps in its weights and in its result.
 
 A result that is at once rounded to 16 bits is that of the rounding: kernels then write
-16 bits. A result of 32 bits has the digits that the product of weights and v keeps.
+16 bits. A result of 32 bits has the digits that the product of weights and v keeps. A
+rounding to 8 bits is a step of the program behind the result.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def rounded(find: Finder, value: int) -> int:
         (after,), prim = users[0].outs, users[0].prim
         if prim == CAST:
             dtype = graph.dtype(after)
-            narrow = kind_of(dtype) == "f" and not _is_wide(dtype)
+            narrow = kind_of(dtype) == "f" and dtype.itemsize == NARROW
             return after if narrow else value
         if prim not in MOVES:
             return value

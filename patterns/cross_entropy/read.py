@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.algebra.canonicalize import LOCAL, is_pick, values_named
+from rewriter.algebra.canonicalize import LOCAL, is_coarse, is_pick, values_named
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
@@ -206,12 +206,14 @@ def _read(
     if op == LINEAR:
         operands, more = linear_operands(find.algebra, loss)
         params |= more
+        _require_floats(find, operands)
         operands["x"] = _of_own_dtype(find, operands["x"])
         dtype = _dtype_of(find, products)
         if dtype != _dtype_of(find, _arrays(find, operands["x"], operands["w"])):
             params["logits_dtype"] = str(dtype)
     else:
         operands = logits_operand(find.algebra, loss)
+        _require_floats(find, operands)
     groups = tuple((i,) for i in loss.rows)
     rules: tuple[dict[str, Any], ...] = ()
     if params.get("of_log_probabilities") and params["outside"] == "zero":
@@ -231,6 +233,21 @@ def _read(
         notes=tuple(sorted(ev.notes)),
         times=None if loss.times == find.algebra.const(1) else loss.times,
     )
+
+
+def _require_floats(find: Finder, operands: Mapping[str, Operand]) -> None:
+    """Refuses operands that are 8-bit floats: JAX computes nothing of them and others.
+
+    Raises:
+        Refused: With the operand.
+    """
+    for name, given in operands.items():
+        coarse = [
+            d for v in _arrays(find, given) if is_coarse(d := find.graph.dtype(v))
+        ]
+        if coarse:
+            text = f"{name} is {coarse[0]}, and a loss takes floats of 16 bits or more"
+            raise Refused("dtype", text, score=0.6)
 
 
 def _dtype_of(find: Finder, values: Iterable[int]) -> Any:

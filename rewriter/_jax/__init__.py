@@ -6,6 +6,7 @@ as ``_jax.name``: this file lists the names. From the first module to the last:
 
 - `values`: sizes, literals, tracers and constants.
 - `calls`: equations that hold a body.
+- `library_rules`: derivative rules of JAX's own functions.
 - `lines`: lines of the user's files, and names in profiles.
 - `messages`: what JAX tells in its log.
 - `programs`: jaxprs with other variables, equations or results.
@@ -59,9 +60,6 @@ from rewriter._jax.calls import (
     integer_division as integer_division,
 )
 from rewriter._jax.calls import (
-    is_library_rule as is_library_rule,
-)
-from rewriter._jax.calls import (
     is_recomputation as is_recomputation,
 )
 from rewriter._jax.calls import (
@@ -111,6 +109,9 @@ from rewriter._jax.jit import (
 )
 from rewriter._jax.jit import (
     static_arguments as static_arguments,
+)
+from rewriter._jax.library_rules import (
+    is_library_rule as is_library_rule,
 )
 from rewriter._jax.lines import (
     hide_source_folder as hide_source_folder,

@@ -128,22 +128,6 @@ def while_test(eqn: Any) -> Any:
     return getattr(closed, "jaxpr", closed)
 
 
-def is_library_rule(eqn: Any) -> bool:
-    """Whether a custom_jvp call is one of JAX's own with the derivative of its body.
-
-    A user's rule may differ from the derivative of the body, so its body is a scope of
-    its own. JAX's own rules (relu, softmax, logsumexp and the like) only state that
-    derivative in a better way. They are recognised by the function that defines the
-    body.
-    """
-    if "jvp" not in eqn.primitive.name:
-        return False
-    body = call_body(eqn)
-    info = getattr(body, "debug_info", None)
-    source = getattr(info, "func_src_info", "") or ""
-    return any(f"/jax/_src/{place}" in source for place in ("nn/", "numpy/", "lax/"))
-
-
 def function_name(eqn: Any) -> str:
     """The name of the function that the body of a call-like equation is traced of."""
     info = getattr(call_body(eqn), "debug_info", None)

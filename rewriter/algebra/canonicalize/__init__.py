@@ -17,7 +17,7 @@ from rewriter.algebra.canonicalize import predicates as predicates
 from rewriter.algebra.canonicalize import row_sums as row_sums
 from rewriter.algebra.canonicalize.arithmetic import sigmoid, tanh
 from rewriter.algebra.canonicalize.contraction import ragged_axes
-from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of
+from rewriter.algebra.canonicalize.dtypes import is_coarse, is_lossless, kind_of
 from rewriter.algebra.canonicalize.evaluator import Evaluator
 from rewriter.algebra.canonicalize.gather import Pages, values_named
 from rewriter.algebra.canonicalize.gathered_entries import is_pick
@@ -51,6 +51,7 @@ __all__ = [
     "Pages",
     "adds_zero",
     "interval",
+    "is_coarse",
     "is_local",
     "is_lossless",
     "is_pick",

@@ -23,12 +23,27 @@ _FEW_BITS = frozenset({"int2", "uint2", "int4", "uint4"})
 """Integers that NumPy does not know as such."""
 
 
+def is_coarse(dtype: Any) -> bool:
+    """Whether a dtype is of floats of fewer than 16 bits.
+
+    Rounding to one is a step of the program, not the rounding of an intermediate:
+    quantization by hand keeps two to four digits, and may overflow to NaN.
+    """
+    return kind_of(dtype) == "f" and np.dtype(dtype).itemsize < 2
+
+
 def is_lossless(old: Any, new: Any) -> bool:
     """Whether every value of a dtype exists in another."""
     try:
         return bool(np.can_cast(old, new, "safe")) or (str(old), str(new)) in _WIDER
     except TypeError:
         return old == new
+
+
+def may_wrap(old: Any, new: Any) -> bool:
+    """Whether a cast of integers may change values, as from uint32 to int32."""
+    narrower = np.dtype(new).itemsize < np.dtype(old).itemsize
+    return narrower or not is_lossless(old, new)
 
 
 _NARROW = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")

@@ -13,7 +13,13 @@ from rewriter.algebra.canonicalize.computed_positions import counted
 from rewriter.algebra.canonicalize.congruence import congruent_atom
 from rewriter.algebra.canonicalize.constant_values import Constants
 from rewriter.algebra.canonicalize.constants import FOLD
-from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
+from rewriter.algebra.canonicalize.dtypes import (
+    is_coarse,
+    is_lossless,
+    kind_of,
+    may_wrap,
+    takes_integers,
+)
 from rewriter.algebra.canonicalize.exact_values import with_wraps
 from rewriter.algebra.canonicalize.intervals import held_by, interval, within
 from rewriter.algebra.canonicalize.layout import Layout, is_slice
@@ -310,10 +316,8 @@ class Evaluator(Layout, LoopForms, Constants):
             return True
         if node.prim in ("add", "sub"):
             return adds_zero(node, self.number)
-        numbers = [self.number(i) for i in node.ins]
-        known = (
-            numbers[1] if numbers[1] is not None or node.prim == "div" else numbers[0]
-        )
+        one, other = (self.number(i) for i in node.ins)
+        known = other if other is not None or node.prim == "div" else one
         # A factor far from one may take the product out of the dtype's range.
         return known is not None and MODERATE[0] <= abs(known) <= MODERATE[1]
 
@@ -435,22 +439,18 @@ class Evaluator(Layout, LoopForms, Constants):
             if takes_integers(self.alg, p):
                 return p
             return self.alg.of_atom(self.alg.atom("fn", "trunc", self.alg.freeze(p)))
-        if kinds == ("i", "i") and self._wraps(old, new):
+        if kinds == ("i", "i") and may_wrap(old, new):
             p = self.poly(source, args, mode)
             known = self.alg.bounds(p), interval(self.g, source)
             if not any(within(bounds, held_by(new)) for bounds in known):
                 return self.alg.of_atom(self.leaf(value, args))
             return p
         if kinds == ("f", "f") and not is_lossless(old, new):
-            if self.g.node_of(source) is None and not self.expand_all:
-                return self.alg.of_atom(self.leaf(value, args))  # rounds an input
+            of_input = self.g.node_of(source) is None and not self.expand_all
+            if of_input or is_coarse(new):
+                return self.alg.of_atom(self.leaf(value, args))
             self.notes.add(f"rounding to {np.dtype(new).name} moved")
         return self.poly(source, args, mode)
-
-    def _wraps(self, old: Any, new: Any) -> bool:
-        """Whether a cast of integers may change values, as from uint32 to int32."""
-        narrower = np.dtype(new).itemsize < np.dtype(old).itemsize
-        return narrower or not is_lossless(old, new)
 
     # ------------------------------------------------------------- booleans
     def _flag(self, value: int, args: tuple[Index, ...], mode: str) -> int:

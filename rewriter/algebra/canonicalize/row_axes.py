@@ -27,8 +27,8 @@ class RowAxes:
         window: (axis of the table, of the rows) for each axis of a row.
         outside: What an id does that names no row. It names the nearest one,
             ``"clip"``. Rows that are added are dropped, ``"drop"``. Rows that are
-            taken are ``"nan"`` or ``"zero"``, or the program promises that there are
-            none, ``"promise"``.
+            taken are ``"nan"`` or ``"zero"``. The program may promise that there are
+            no such ids, ``"promise"``: XLA then adds nothing, and takes the nearest.
     """
 
     table: int
@@ -96,10 +96,10 @@ def _outside(node: Node) -> str | None:
         return "clip"
     if mode not in (modes.FILL_OR_DROP, modes.PROMISE_IN_BOUNDS):
         return None
-    if node.prim != "gather":
-        return "drop"
     if mode == modes.PROMISE_IN_BOUNDS:
         return "promise"
+    if node.prim != "gather":
+        return "drop"
     fill = node.params["fill_value"]
     if fill is None or math.isnan(fill):
         return "nan"

@@ -126,7 +126,7 @@ class _Body:
 
     def _terms(self, atom: Any, negative: bool) -> list[Term] | None:
         eqn = self.maker(atom)
-        if eqn is not None and eqn.primitive.name == "convert_element_type":
+        if eqn is not None and _is_rounding(eqn):
             found = self._terms(eqn.invars[0], negative)
             if found and len(found) > 1:
                 return found
@@ -186,6 +186,17 @@ class _Body:
     def _is_exponential(self, atom: Any) -> bool:
         eqn = self.maker(atom)
         return eqn is not None and eqn.primitive.name == "exp"
+
+
+def _is_rounding(eqn: Any) -> bool:
+    """Whether an equation rounds to floats that a kernel computes in.
+
+    A sum that is rounded to integers, or to 8 bits, is not the sum of its terms so.
+    """
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    dtype = eqn.outvars[0].aval.dtype
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize > 1
 
 
 def _changed(body: Any) -> Any:
