@@ -57,9 +57,9 @@ def cotangents(
     config = _of_rows(config, norm.m)
     lanes = config.programs * config.teams
     out = {"dx": jax.ShapeDtypeStruct(x.shape, x.dtype)}
-    for name in norm.summed:
-        shape = (lanes, TILE_ROWS, norm.d // 2)
-        out[f"d{name}"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if norm.summed:
+        shape = (len(norm.summed), lanes, TILE_ROWS, norm.d // 2)
+        out["sums"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     if "epsilon" in given:
         shape = (lanes, TILE_ROWS)
         out["depsilon"] = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -69,8 +69,9 @@ def cotangents(
         zip(out, _call(_Backward, norm, config, arrays, given, out), strict=True)
     )
     grads = {"x": made["dx"]}
-    for name in norm.summed:
-        grads[name] = pallas_gpu_tiles.columns_of_pairs(made[f"d{name}"])
+    if norm.summed:
+        sums = pallas_gpu_tiles.columns_of_pairs(made["sums"])
+        grads |= dict(zip(norm.summed, sums, strict=True))
     if "epsilon" in given:
         grads["epsilon"] = made["depsilon"].sum()
     return grads
@@ -387,9 +388,11 @@ class _Backward(_Tiles):
         """Writes this warpgroup's sums, also where it had no tile."""
         sums, epsilon = carry
         half = self.each // 2
-        for name, parts in zip(self.norm.summed, sums, strict=True):
+        for k, parts in enumerate(sums):
             for i, value in enumerate(parts):
-                place = self.refs[f"d{name}"].at[self.lane, :, pl.ds(i * half, half)]
-                pallas_gpu.store_rows(place, value)
+                columns = pl.ds(i * half, half)
+                place = self.refs["sums"].at[k, self.lane, :, columns]
+                total = pallas_gpu_tiles.over_lanes(value)
+                pallas_gpu.store_rows(place, total)
         if "epsilon" in self.refs:
             pallas_gpu.store_rows(self.refs["depsilon"].at[self.lane], epsilon)
