@@ -102,7 +102,9 @@ def measured(spec: Spec, passes: str) -> Verdict:
 
 def is_narrow(spec: Spec, passes: str) -> bool:
     """Returns whether a use has narrow rows that XLA takes long for, with gradients."""
-    return passes != "forward" and _is_in(spec.shape("x")[-1], _narrow(spec))
+    columns = spec.shape("x")[-1]
+    untried = columns % LANES and _item(spec.dtype("x")) > 2
+    return passes != "forward" and _is_in(columns, _narrow(spec)) and not untried
 
 
 def _is_in(columns: int, ranges: tuple[range, ...]) -> bool:
