@@ -17,7 +17,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rewriter.algebra.canonicalize import LAYOUT, row_axes, row_order
+from rewriter.algebra.canonicalize import (
+    LAYOUT,
+    LAYOUT_PRIMITIVES,
+    row_axes,
+    row_order,
+)
 from rewriter.algebra.normal_form import Index, OverBudget
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
@@ -29,7 +34,7 @@ from rewriter.find.reading import (
     split_digits,
     unproved,
 )
-from rewriter.program.graph import Node
+from rewriter.program.graph import Graph, Node
 
 SUMS, LOOKUP = "embedding", "embedding_lookup"
 USUAL = {SUMS: "drop", LOOKUP: "nan"}
@@ -89,6 +94,10 @@ def read(find: Finder, node: Node, op: str) -> Reading:
     options = {"by_rows": True} if op == LOOKUP else {}
     # A table that was laid out anew may have other readers: it is not laid out twice.
     names = {node.ins[0]: node.ins[0]} if op == LOOKUP else {}
+    if op == SUMS and _is_transposed(g, node.ins[2]):
+        # As a gradient of another op they are its result. What they were transposed
+        # from is within it, and would be computed twice: a bias by relative positions.
+        names = {node.ins[2]: node.ins[2]}
     ev = find.evaluator(value, names=names, inside=frozenset({value}), **options)
     order = row_order(ev, node, axes)
     args = ev.indices(value)
@@ -123,6 +132,16 @@ def read(find: Finder, node: Node, op: str) -> Reading:
         tuple(tuple(_flat(args, group)) for group in out), operands, params,
         check_options=options, notes=tuple(sorted(ev.notes)),
     )  # fmt: skip
+
+
+def _is_transposed(graph: Graph, value: int) -> bool:
+    """Whether a value is another one with its axes in another order."""
+    node = graph.node_of(value)
+    while node is not None and node.prim in LAYOUT_PRIMITIVES and len(node.ins) == 1:
+        if node.prim == "transpose":
+            return True
+        node = graph.node_of(node.ins[0])
+    return False
 
 
 def _operand(

@@ -135,13 +135,23 @@ def test_it_is_chosen_for_gradients_on_hopper_gpus(norm: Any) -> None:
     (site,) = rewriter.explain(both, target="h100", tune="off")(*narrow).sites
     assert site.kernel == "hopper"
     (site,) = rewriter.explain(norm, target="h100", tune="off")(*narrow).sites
+    assert site.kernel == "hopper"
+    fewer = jax.ShapeDtypeStruct((8192, 768), jnp.bfloat16), narrow[1]
+    (site,) = rewriter.explain(norm, target="h100", tune="off")(*fewer).sites
     assert site.kernel == "xla"
     heads = (
         jax.ShapeDtypeStruct((262144, 128), jnp.bfloat16),
         given[1].update(shape=(128,)),
     )
     (site,) = rewriter.explain(both, target="h200", tune="off")(*heads).sites
-    assert site.kernel == ("hopper" if norm is layer else "xla")
+    assert site.kernel == "hopper"
+    assert "tiled=True" in site.config
+    for columns, kernel in ((96, "hopper"), (300, "xla")):
+        rows = jax.ShapeDtypeStruct((200704, columns), jnp.bfloat16)
+        given_here = rows, jax.ShapeDtypeStruct((columns,), jnp.bfloat16)
+        cast = jax.grad(loss(lambda x, s: norm(x, s).astype(x.dtype)), (0, 1))
+        (site,) = rewriter.explain(cast, target="h200", tune="off")(*given_here).sites
+        assert site.kernel == (kernel if norm is layer else "xla")
     (site,) = rewriter.explain(both, target="a100", tune="off")(*given).sites
     assert "not a Hopper GPU" in dict(site.not_chosen)["hopper"]
     forced = {op: ["hopper", "xla"] for op in OPS}
