@@ -316,20 +316,25 @@ def columns_of_panel(norm: Norm) -> int:
     return next(x for x in (64, 32, 16) if x <= widest and norm.d % x == 0)
 
 
+def result_has_memory(norm: Norm) -> bool:
+    """Returns whether a result is too large for the place of its rows, or too small."""
+    return _item(norm.out) != _item(norm.dtype)
+
+
 def _verdict_of_tiles(config: Teams, norm: Norm, backward: bool) -> Verdict:
     """Returns the same for tiles of rows."""
     found, lanes = [YES], config.teams
     if norm.d not in TILE_COLUMNS:
         found.append(no("width", f"rows of {norm.d}, not a multiple of 16 up to 256"))
         return all_of(*found)
-    if _item(norm.out) != _item(norm.dtype) and not backward:
-        found.append(no("dtype", "a result of another size than its operand"))
     if config.warpgroups != 1 or not 1 <= lanes <= FOUR or config.stages < 2:
         found.append(no("numbers", f"{config}: one to four teams of one warpgroup"))
     items = _item(norm.dtype) * (1 + norm.addend)
     items += _item(norm.out) if backward else 0
     size = lanes * config.stages * TILE_ROWS * norm.d * items + 2 * MORE
     size += norm.bytes_of("scale", "bias") * norm.d
+    if result_has_memory(norm) and not backward:
+        size += lanes * TILE_ROWS * norm.d * _item(norm.out)
     if size > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))

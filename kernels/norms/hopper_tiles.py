@@ -25,6 +25,7 @@ from rewriter.kernels.norms.hopper_config import (
     Norm,
     Teams,
     columns_of_panel,
+    result_has_memory,
 )
 from rewriter.kernels.shared import pallas_gpu, pallas_gpu_tiles
 
@@ -93,13 +94,13 @@ def _call(
     kept = [n for n in read if given[n].nbytes % LINE == 0]
     if "epsilon" in given:
         operands["epsilon"] = given["epsilon"].astype(jnp.float32).reshape(1)
-    places = config.teams * config.stages
-    scratch: dict[str, Any] = {
-        name: pallas_gpu_tiles.panels(
-            (places, TILE_ROWS, norm.d), x.dtype, columns_of_panel(norm)
-        )
-        for name, x in arrays.items()
-    }
+    places, each = config.teams * config.stages, columns_of_panel(norm)
+    panels = lambda count, dtype: pallas_gpu_tiles.panels(
+        (count, TILE_ROWS, norm.d), dtype, each
+    )
+    scratch: dict[str, Any] = {n: panels(places, x.dtype) for n, x in arrays.items()}
+    if "out" in out and result_has_memory(norm):
+        scratch["made"] = panels(config.teams, norm.out)
     copies = len(arrays) * norm.d // columns_of_panel(norm)
     scratch["ready"] = pallas_gpu.barriers(places, copies)
     scratch |= {f"kept_{n}": plgpu.SMEM((norm.d,), given[n].dtype) for n in kept}
@@ -136,7 +137,9 @@ class _Tiles:
         streamed: tuple[str, ...],
     ):  # fmt: skip
         self.norm, self.config, self.refs = norm, config, refs
-        views = {name: tuple(memory[name]) for name in streamed}
+        made = ("made",) if "made" in memory else ()
+        views = {name: tuple(memory[name]) for name in (*streamed, *made)}
+        self.streams = streamed
         self.memory = memory | {name: view[0] for name, view in views.items()}
         self.rows = {name: view[-1] for name, view in views.items()}
         self.warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
@@ -174,6 +177,10 @@ class _Tiles:
         stages = self.config.stages
         return self.warpgroup * stages + lax.rem(jnp.int32(turn), jnp.int32(stages))
 
+    def place(self, name: str, turn: Any) -> Any:
+        """The place of a tile of an array: there is one of results with memory."""
+        return self.warpgroup if name == "made" else self.slot(turn)
+
     def first_row(self, turn: Any) -> Any:
         """The first row of a tile."""
         return (self.lane + turn * self.lanes) * TILE_ROWS
@@ -185,7 +192,8 @@ class _Tiles:
         def _() -> None:
             slot = self.slot(turn)
             rows = pl.ds(self.first_row(jnp.int32(turn)), TILE_ROWS)
-            for name, memory in self.rows.items():
+            for name in self.streams:
+                memory = self.rows[name]
                 _, count, _, each = memory.shape
                 for i in range(count):
                     source = self.refs[name].at[rows, pl.ds(i * each, each)]
@@ -277,7 +285,7 @@ class _Tiles:
     def write(self, output: str, name: str, turn: Any) -> None:
         """Copies a tile from the place of an array to a result."""
         plgpu.commit_smem()
-        slot, memory = self.slot(turn), self.rows[name]
+        slot, memory = self.place(name, turn), self.rows[name]
         rows = pl.ds(self.first_row(turn), TILE_ROWS)
         _, count, _, each = memory.shape
         for i in range(count):
@@ -312,6 +320,10 @@ class _Forward(_Tiles):
         (square,) = self.means(lambda i: self.x(slot, i, level) ** 2)
         root = self.root(square, level, turn)
         self.refill(turn)
+        result = "made" if "made" in self.memory else "x"
+        if result == "made":
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.commit_smem()  # all warps know
         for i in self.panels:
             y = self.x(slot, i)
             if self.norm.addend:
@@ -321,9 +333,9 @@ class _Forward(_Tiles):
             scale, bias = self.kept("scale", i), self.kept("bias", i)
             y = y if scale is None else y * scale
             y = y if bias is None else y + bias
-            place = self.memory["x"].at[slot, i]
+            place = self.memory[result].at[self.place(result, turn), i]
             place[...] = y.astype(place.dtype)
-        self.write("out", "x", turn)
+        self.write("out", result, turn)
         if self.norm.addend:
             self.write("sum", "addend", turn)
         return carry
