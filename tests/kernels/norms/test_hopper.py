@@ -188,6 +188,22 @@ LOWERED = [
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("shape", "dtype", "wanted", "config"), LOWERED)
+def test_lowers_on_a_cpu(
+    shape: Any, dtype: str, wanted: Any, config: Any, op: str
+) -> None:
+    given, up = jax.eval_shape(lambda: make(op, shape, wanted, dtype))
+    call = jax.jit(lambda x, up: both(op, x, up, config=config))
+    exported = jax.export.export(call, platforms=["cuda"])(given, up)
+    assert exported.mlir_module().count("mosaic_gpu_v2") == 2
+    added = jax.eval_shape(lambda: addends.beside(make(op, shape, wanted, dtype)[0]))
+    call = jax.jit(lambda x, up, added: with_addends(op, x, up, added, config=config))
+    text = jax.export.export(call, platforms=["cuda"])(given, up, added).mlir_module()
+    assert text.count("mosaic_gpu_v2") == 2
+    assert "= stablehlo.add" not in text
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_gradients_of_rows_too_wide_are_left_to_xla(op: str) -> None:
     """Sums over rows do not fit into registers, and rows and scale not into memory."""
     given, up = make(op, (3, 24576), ("scale", "bias"))
