@@ -1,4 +1,4 @@
-"""What is chosen for attention of few scores or tiles, and for gradients of narrow norms.
+"""What is chosen for attention of few scores, and for gradients of narrow norms.
 
   python3 -m tests.bench.small_choices [--seconds N] [--json PATH]
 
