@@ -33,9 +33,6 @@ SPREAD = 4096
 """The most columns of a row for a single warpgroup. A lane then has 64 registers of
 sums for a layer norm's scale and bias, of the 128 that it has with four warpgroups."""
 
-TILED = 0
-"""Columns of rows that are multiples of 128 up to which tiles are the usual config."""
-
 FOUR = 4
 """Warpgroups of a block, and rows of a step of narrow rows. Each multiprocessor issues
 for four warps at a time, and a row of 1024 columns takes it little longer than summing
@@ -61,11 +58,14 @@ MEASURED_COLUMNS, MEASURED_BYTES = range(1024, 16385), 16 << 20
 """Columns, and the fewest bytes of all rows, that were measured on an H200
 (``tests/bench/results/hopper_norms_h200.json``, ``decoder_norms_h200.json``)."""
 
-NARROW = {True: range(128, 1024), False: range(512, 1024)}
+NARROW = {
+    True: (range(64, 1024),), False: (range(128, 257, 128), range(512, 1024)),
+}  # fmt: skip
 """Columns that pay with gradients, by whether rows are centred. Layer norms took 0.66
 to 0.8 of XLA's time on an H100 and an H200, RMS norms 0.72 to 0.76 on an H200
-(``tests/bench/results/choices_h100.json``, ``choices_h200.json``). RMS norms of 128
-columns took 1.3 times as long as XLA."""
+(``tests/bench/results/choices_h100.json``, ``choices_h200.json``). Of up to 256
+columns, tiles took 0.39 to 0.56 for layer norms, and 0.82 for RMS norms of 128
+(``tests/bench/results/choices_small_h200.json``)."""
 
 FORWARD_COLUMNS, FORWARD_BYTES = range(512, 1024), 24 << 20
 """Columns and the fewest bytes of which a forward pays. Alone, layer norms took 0.78 to
@@ -73,8 +73,8 @@ FORWARD_COLUMNS, FORWARD_BYTES = range(512, 1024), 24 << 20
 product they took 0.94 to 1.01, and 1.07 where rows were of 12 MiB
 (``tests/bench/results/norms_in_programs_h200.json``)."""
 
-NARROW_AND_SMALL = range(256, 1024)
-"""The same of arrays below `MEASURED_BYTES`, whether rows are centred or not."""
+NARROW_AND_SMALL = {True: (range(64, 1024),), False: (range(256, 1024),)}
+"""The same of arrays below `MEASURED_BYTES`."""
 
 SMALL_BYTES, SMALL_ROWS = 3 << 20, 1024
 """The fewest bytes and rows that pay with gradients. Smaller arrays than
@@ -85,22 +85,30 @@ SMALL_BYTES, SMALL_ROWS = 3 << 20, 1024
 def measured(spec: Spec, passes: str) -> Verdict:
     """Returns whether a use is among the measured sizes, not only supported."""
     shape, size = spec.shape("x"), _bytes_of_rows(spec)
-    columns = _narrow(spec) if is_narrow(spec, passes) else MEASURED_COLUMNS
+    columns = (MEASURED_COLUMNS,)
+    if is_narrow(spec, passes):
+        columns = _narrow(spec)
     least = MEASURED_BYTES
     if is_narrow_forward(spec, passes):
         return YES
     if passes != "forward" and math.prod(shape[:-1]) >= SMALL_ROWS:
         least = SMALL_BYTES
-    if shape[-1] in columns and size >= least:
+    if _is_in(shape[-1], columns) and size >= least:
         return YES
     text = f"rows of {shape[-1]} and {size / (1 << 20):.3g} MiB: measured for rows of"
-    text = f"{text} {columns[0]} to {columns[-1]}"
+    text = f"{text} {columns[0][0]} to {columns[-1][-1]}"
     return no("unmeasured", f"{text} and {least >> 20} MiB and more")
 
 
 def is_narrow(spec: Spec, passes: str) -> bool:
     """Returns whether a use has narrow rows that XLA takes long for, with gradients."""
-    return passes != "forward" and spec.shape("x")[-1] in _narrow(spec)
+    columns = spec.shape("x")[-1]
+    untried = columns % LANES and _item(spec.dtype("x")) > 2
+    return passes != "forward" and _is_in(columns, _narrow(spec)) and not untried
+
+
+def _is_in(columns: int, ranges: tuple[range, ...]) -> bool:
+    return any(columns in each for each in ranges)
 
 
 def is_narrow_forward(spec: Spec, passes: str) -> bool:
@@ -109,9 +117,9 @@ def is_narrow_forward(spec: Spec, passes: str) -> bool:
     return passes == "forward" and spec.shape("x")[-1] in FORWARD_COLUMNS and enough
 
 
-def _narrow(spec: Spec) -> range:
+def _narrow(spec: Spec) -> tuple[range, ...]:
     small = _bytes_of_rows(spec) < MEASURED_BYTES
-    return NARROW_AND_SMALL if small else NARROW[is_centred(spec)]
+    return (NARROW_AND_SMALL if small else NARROW)[is_centred(spec)]
 
 
 def _bytes_of_rows(spec: Spec) -> int:
@@ -304,7 +312,13 @@ def columns_of_panel(norm: Norm) -> int:
         32
     """
     widest = 128 // max(_item(norm.dtype), _item(norm.out))
+    widest = min(widest, 32) if norm.d > LANES else widest  # registers hold sums
     return next(x for x in (64, 32, 16) if x <= widest and norm.d % x == 0)
+
+
+def result_has_memory(norm: Norm) -> bool:
+    """Returns whether a result is too large for the place of its rows, or too small."""
+    return _item(norm.out) != _item(norm.dtype)
 
 
 def _verdict_of_tiles(config: Teams, norm: Norm, backward: bool) -> Verdict:
@@ -313,14 +327,14 @@ def _verdict_of_tiles(config: Teams, norm: Norm, backward: bool) -> Verdict:
     if norm.d not in TILE_COLUMNS:
         found.append(no("width", f"rows of {norm.d}, not a multiple of 16 up to 256"))
         return all_of(*found)
-    if _item(norm.out) != _item(norm.dtype) and not backward:
-        found.append(no("dtype", "a result of another size than its operand"))
     if config.warpgroups != 1 or not 1 <= lanes <= FOUR or config.stages < 2:
         found.append(no("numbers", f"{config}: one to four teams of one warpgroup"))
     items = _item(norm.dtype) * (1 + norm.addend)
     items += _item(norm.out) if backward else 0
     size = lanes * config.stages * TILE_ROWS * norm.d * items + 2 * MORE
     size += norm.bytes_of("scale", "bias") * norm.d
+    if result_has_memory(norm) and not backward:
+        size += lanes * TILE_ROWS * norm.d * _item(norm.out)
     if size > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
@@ -336,8 +350,10 @@ def _verdict_of_tiles(config: Teams, norm: Norm, backward: bool) -> Verdict:
 def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
     """Yields configs, most promising first."""
     able = [w for w in (1, 2, FOUR) if norm.d % (w * LANES) == 0]
-    if norm.d in TILE_COLUMNS and (norm.d % LANES or norm.d <= TILED):
-        yield from tiled(programs)
+    if norm.d in TILE_COLUMNS:
+        # One warpgroup leaves a multiprocessor idle: only where rows are no lines.
+        fewest = 1 if norm.d % LANES else 2
+        yield from (c for c in tiled(programs) if c.teams >= fewest)
     enough = [w for w in able if norm.d <= w * SPREAD]
     narrow = 1 << max(1, SPREAD // norm.d).bit_length() - 1
     for warpgroups in enough + [w for w in reversed(able) if w not in enough]:
@@ -352,7 +368,7 @@ def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
 
 def tiled(programs: int) -> Iterator[Teams]:
     """Yields configs of tiles of rows, most promising first."""
-    for stages, teams in itertools.product((3, 2), (FOUR, 3, 2, 1)):
+    for stages, teams in ((3, 2), (2, 2), (3, 1), (2, 1), (3, 3), (2, FOUR)):
         yield Teams(TILE_ROWS, 1, teams, stages, programs, tiled=True)
 
 

@@ -25,6 +25,7 @@ from rewriter.kernels.norms.hopper_config import (
     Norm,
     Teams,
     columns_of_panel,
+    result_has_memory,
 )
 from rewriter.kernels.shared import pallas_gpu, pallas_gpu_tiles
 
@@ -57,9 +58,9 @@ def cotangents(
     config = _of_rows(config, norm.m)
     lanes = config.programs * config.teams
     out = {"dx": jax.ShapeDtypeStruct(x.shape, x.dtype)}
-    for name in norm.summed:
-        shape = (lanes, TILE_ROWS, norm.d // 2)
-        out[f"d{name}"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if norm.summed:
+        shape = (len(norm.summed), lanes, TILE_ROWS, norm.d // 2)
+        out["sums"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     if "epsilon" in given:
         shape = (lanes, TILE_ROWS)
         out["depsilon"] = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -69,8 +70,9 @@ def cotangents(
         zip(out, _call(_Backward, norm, config, arrays, given, out), strict=True)
     )
     grads = {"x": made["dx"]}
-    for name in norm.summed:
-        grads[name] = pallas_gpu_tiles.columns_of_pairs(made[f"d{name}"])
+    if norm.summed:
+        sums = pallas_gpu_tiles.columns_of_pairs(made["sums"])
+        grads |= dict(zip(norm.summed, sums, strict=True))
     if "epsilon" in given:
         grads["epsilon"] = made["depsilon"].sum()
     return grads
@@ -92,13 +94,13 @@ def _call(
     kept = [n for n in read if given[n].nbytes % LINE == 0]
     if "epsilon" in given:
         operands["epsilon"] = given["epsilon"].astype(jnp.float32).reshape(1)
-    places = config.teams * config.stages
-    scratch: dict[str, Any] = {
-        name: pallas_gpu_tiles.panels(
-            (places, TILE_ROWS, norm.d), x.dtype, columns_of_panel(norm)
-        )
-        for name, x in arrays.items()
-    }
+    places, each = config.teams * config.stages, columns_of_panel(norm)
+    panels = lambda count, dtype: pallas_gpu_tiles.panels(
+        (count, TILE_ROWS, norm.d), dtype, each
+    )
+    scratch: dict[str, Any] = {n: panels(places, x.dtype) for n, x in arrays.items()}
+    if "out" in out and result_has_memory(norm):
+        scratch["made"] = panels(config.teams, norm.out)
     copies = len(arrays) * norm.d // columns_of_panel(norm)
     scratch["ready"] = pallas_gpu.barriers(places, copies)
     scratch |= {f"kept_{n}": plgpu.SMEM((norm.d,), given[n].dtype) for n in kept}
@@ -135,7 +137,9 @@ class _Tiles:
         streamed: tuple[str, ...],
     ):  # fmt: skip
         self.norm, self.config, self.refs = norm, config, refs
-        views = {name: tuple(memory[name]) for name in streamed}
+        made = ("made",) if "made" in memory else ()
+        views = {name: tuple(memory[name]) for name in (*streamed, *made)}
+        self.streams = streamed
         self.memory = memory | {name: view[0] for name, view in views.items()}
         self.rows = {name: view[-1] for name, view in views.items()}
         self.warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
@@ -173,6 +177,10 @@ class _Tiles:
         stages = self.config.stages
         return self.warpgroup * stages + lax.rem(jnp.int32(turn), jnp.int32(stages))
 
+    def place(self, name: str, turn: Any) -> Any:
+        """The place of a tile of an array: there is one of results with memory."""
+        return self.warpgroup if name == "made" else self.slot(turn)
+
     def first_row(self, turn: Any) -> Any:
         """The first row of a tile."""
         return (self.lane + turn * self.lanes) * TILE_ROWS
@@ -184,7 +192,8 @@ class _Tiles:
         def _() -> None:
             slot = self.slot(turn)
             rows = pl.ds(self.first_row(jnp.int32(turn)), TILE_ROWS)
-            for name, memory in self.rows.items():
+            for name in self.streams:
+                memory = self.rows[name]
                 _, count, _, each = memory.shape
                 for i in range(count):
                     source = self.refs[name].at[rows, pl.ds(i * each, each)]
@@ -276,7 +285,7 @@ class _Tiles:
     def write(self, output: str, name: str, turn: Any) -> None:
         """Copies a tile from the place of an array to a result."""
         plgpu.commit_smem()
-        slot, memory = self.slot(turn), self.rows[name]
+        slot, memory = self.place(name, turn), self.rows[name]
         rows = pl.ds(self.first_row(turn), TILE_ROWS)
         _, count, _, each = memory.shape
         for i in range(count):
@@ -311,6 +320,10 @@ class _Forward(_Tiles):
         (square,) = self.means(lambda i: self.x(slot, i, level) ** 2)
         root = self.root(square, level, turn)
         self.refill(turn)
+        result = "made" if "made" in self.memory else "x"
+        if result == "made":
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.commit_smem()  # all warps know
         for i in self.panels:
             y = self.x(slot, i)
             if self.norm.addend:
@@ -320,9 +333,9 @@ class _Forward(_Tiles):
             scale, bias = self.kept("scale", i), self.kept("bias", i)
             y = y if scale is None else y * scale
             y = y if bias is None else y + bias
-            place = self.memory["x"].at[slot, i]
+            place = self.memory[result].at[self.place(result, turn), i]
             place[...] = y.astype(place.dtype)
-        self.write("out", "x", turn)
+        self.write("out", result, turn)
         if self.norm.addend:
             self.write("sum", "addend", turn)
         return carry
@@ -387,9 +400,11 @@ class _Backward(_Tiles):
         """Writes this warpgroup's sums, also where it had no tile."""
         sums, epsilon = carry
         half = self.each // 2
-        for name, parts in zip(self.norm.summed, sums, strict=True):
+        for k, parts in enumerate(sums):
             for i, value in enumerate(parts):
-                place = self.refs[f"d{name}"].at[self.lane, :, pl.ds(i * half, half)]
-                pallas_gpu.store_rows(place, value)
+                columns = pl.ds(i * half, half)
+                place = self.refs["sums"].at[k, self.lane, :, columns]
+                total = pallas_gpu_tiles.over_lanes(value)
+                pallas_gpu.store_rows(place, total)
         if "epsilon" in self.refs:
             pallas_gpu.store_rows(self.refs["depsilon"].at[self.lane], epsilon)

@@ -17,7 +17,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rewriter.algebra.canonicalize import LAYOUT, row_axes, row_order
+from rewriter.algebra.canonicalize import (
+    LAYOUT,
+    is_lossless,
+    row_axes,
+    row_order,
+)
 from rewriter.algebra.normal_form import Index, OverBudget
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
@@ -29,7 +34,7 @@ from rewriter.find.reading import (
     split_digits,
     unproved,
 )
-from rewriter.program.graph import Node
+from rewriter.program.graph import Graph, Node
 
 SUMS, LOOKUP = "embedding", "embedding_lookup"
 USUAL = {SUMS: "drop", LOOKUP: "nan"}
@@ -87,8 +92,9 @@ def read(find: Finder, node: Node, op: str) -> Reading:
     """
     g, value, axes = find.graph, node.outs[0], row_axes(node)
     options = {"by_rows": True} if op == LOOKUP else {}
-    # What was laid out anew is not laid out twice, and may be another site's result.
-    own = node.ins[0] if op == LOOKUP else node.ins[2]
+    # What was laid out anew is not laid out twice. Rows may be the result of another
+    # op's gradient, and what they were transposed from is then within that.
+    own = node.ins[0] if op == LOOKUP else _before_casts(g, node.ins[2])
     names = {own: own}
     ev = find.evaluator(value, names=names, inside=frozenset({value}), **options)
     order = row_order(ev, node, axes)
@@ -124,6 +130,17 @@ def read(find: Finder, node: Node, op: str) -> Reading:
         tuple(tuple(_flat(args, group)) for group in out), operands, params,
         check_options=options, notes=tuple(sorted(ev.notes)),
     )  # fmt: skip
+
+
+def _before_casts(graph: Graph, value: int) -> int:
+    """What a value was before casts that keep every number."""
+    node = graph.node_of(value)
+    while node is not None and node.prim == "convert_element_type":
+        if not is_lossless(graph.dtype(node.ins[0]), graph.dtype(value)):
+            break
+        value = node.ins[0]
+        node = graph.node_of(value)
+    return value
 
 
 def _operand(

@@ -36,9 +36,10 @@ from rewriter.support.verdict import YES, Verdict, no
 
 MIB = 1 << 20
 
-SMALLEST = 1 << 20
-"""The fewest bytes of float32 scores that were measured, of more queries than decoding
-has (``tests/bench/results/choices_small_h200.json``)."""
+SMALLEST, SMALLEST_LENGTHS, SMALLEST_TABLE = 4 << 20, 1 << 20, 12 << 20
+"""The fewest bytes of float32 scores that pay, of more queries than decoding has: of
+any use, with lengths, and with the gradient of a bias of pairs
+(``tests/bench/results/choices_small_h200.json``)."""
 
 OWN = {"forward": 1.03, "forward_and_vjp": 0.98}
 OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
@@ -63,8 +64,9 @@ share of the device's processors. With lengths, which leave blocks with unequal 
 that many times as many. Then the kernel took 0.87 to 0.98 of the time of the one that
 splits keys, on an H100 (``tests/bench/results/choices_h100.json``)."""
 
-SHORT = {"forward": 0.6, "forward_and_vjp": 0.6}
-"""The share of the bandwidth that attention of up to 64 positions reaches."""
+SHORT = {"forward": 0.85, "forward_and_vjp": 0.75}
+"""The share of the bandwidth that attention of up to 64 positions reaches
+(``tests/bench/results/choices_small_h200.json``)."""
 
 CAPPED, TABLED = 1.3, 2.2
 """The factors of its time with a soft cap, and with the cotangent of a bias."""
@@ -83,11 +85,18 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
     """
     (b, t, n, _), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
     decodes = t * n <= FEW_ROWS * heads and not short.takes(spec).ok
-    least = SMALL if decodes else SMALLEST
+    least = SMALL if decodes else _smallest(spec, passes)
     if (scores := 4 * b * n * t * s) >= least or _streams(spec, device, passes):
         return YES
     text = f"scores of {scores / MIB:.3g} MiB: not measured below {least / MIB:g} MiB"
     return no("small", text)
+
+
+def _smallest(spec: Spec, passes: str) -> int:
+    """Returns the fewest bytes of scores that pay."""
+    if passes != "forward" and spec.has("bias") and 1 not in spec.shape("bias")[2:]:
+        return SMALLEST_TABLE
+    return SMALLEST_LENGTHS if spec.has("kv_lengths") else SMALLEST
 
 
 def _streams(spec: Spec, device: Device, passes: str) -> bool:

@@ -52,6 +52,9 @@ def test_it_is_chosen_for_hopper_gpus() -> None:
             (site,) = report.sites
             assert (site.kernel, site.origin) == ("hopper", "estimated")
         (site,) = rewriter.explain(fast)(X, X, X).sites
+        assert site.kernel == "cudnn"  # of 16 tiles of queries
+        tiny = jax.ShapeDtypeStruct((1, 64, 4, 64), jnp.bfloat16)
+        (site,) = rewriter.explain(fast)(tiny, tiny, tiny).sites
         assert site.kernel == "xla"  # so small that it is as fast
     (site,) = rewriter.explain(attention, target="a100", tune="off")(x, x, x).sites
     assert site.kernel != "hopper"

@@ -365,6 +365,39 @@ def test_a_table_of_biases_reads_the_gradient_of_attention() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_biases_by_relative_positions_leave_attention_its_gradient() -> None:
+    """The rows that are added up are the bias's gradient, transposed: its result.
+
+    Read from before the transpose, they kept attention's products in the program.
+    """
+    b, t, n, h = 2, 9, 3, 8
+
+    def loss(q: Any, k: Any, v: Any, table: Any, ids: Any) -> Any:
+        bias = table[ids.reshape(-1)].reshape(t, t, n).transpose(2, 0, 1)
+        x = jnp.einsum("btnh,bsnh->bnts", q, k) * h**-0.5 + bias[None]
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(x, -1), v)
+        return out.astype(jnp.float32).sum()
+
+    def step(*given: Any) -> Any:
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(*given)
+
+    large = [jax.ShapeDtypeStruct((1 << 15, t, n, h), jnp.bfloat16)] * 3
+    large += [jax.ShapeDtypeStruct((17, n), jnp.bfloat16)]
+    large += [jax.ShapeDtypeStruct((t, t), jnp.int32)]
+    sites = rewriter.explain(step, target="h200")(*large).sites
+    site = next(s for s in sites if s.op == "attention")
+    assert (site.kernel, site.backward) == ("hopper", True)
+    draws = np.random.default_rng(0)
+    given = [draws.standard_normal((b, t, n, h), np.float32) for _ in range(3)]
+    given += [draws.standard_normal((17, n), np.float32)]
+    given += [draws.integers(0, 17, (t, t), np.int32)]
+    fast = rewriter.optimize(step, implementation={"attention": "memory_bounded"})
+    assert fast.report(*given).sites[0].replaced
+    pair = (jax.tree.leaves(run(*given)) for run in (fast, jax.jit(step)))
+    for got, want in zip(*pair, strict=True):
+        np.testing.assert_allclose(got, want, 2e-5, 2e-5)
+
+
 def test_where_lookups_are_looked_for() -> None:
     """On GPUs, for tables of 16 bits, if no gradient is in the program already."""
     table, ids, w = _args(SPELLINGS["index"], NARROW)

@@ -1,0 +1,66 @@
+"""What is chosen for attention of few scores, and for gradients of narrow norms.
+
+  python3 -m tests.bench.small_choices [--seconds N] [--json PATH]
+
+What is measured is that of `tests.bench.choices`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import pathlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from tests.bench.choices import BF16, CAUSAL, Row, all_measured, attending, norming
+
+PEER = functools.partial(attending, forced=("cudnn",))
+ALONE = functools.partial(attending, forced=())
+
+
+def of_attention() -> Iterator[Row]:
+    """Rows of 0.2 to 48 MiB of scores, of short sequences, and of few heads of keys."""
+    lengths = lambda b: (((b,), jnp.int32),)
+    bias = lambda n, t: (((1, n, t, t), BF16),)
+    yield PEER("0.2 MiB full 1x64x12x64", 1, 64, 64, 12, 12, 64)
+    yield PEER("0.75 MiB causal 1x128x12x64", 1, 128, 128, 12, 12, 64, window=CAUSAL)
+    yield ALONE("1.5 MiB lengths 2x128x12x64", 2, 128, 128, 12, 12, 64, more=lengths(2))
+    yield PEER("3 MiB full 1x256x12x64", 1, 256, 256, 12, 12, 64)
+    yield PEER("12 MiB causal 1x512x12x128", 1, 512, 512, 12, 12, 128, window=CAUSAL)
+    yield ALONE("3 MiB bias 1x256x12x64", 1, 256, 256, 12, 12, 64, more=bias(12, 256))
+    yield PEER("48 MiB full 1x882x16/4x128", 1, 882, 882, 16, 4, 128)
+    yield PEER("causal 1x2506x24/3x128", 1, 2506, 2506, 24, 3, 128, window=CAUSAL)
+    yield ALONE(
+        "CLIP text 256x77x8x64 causal, lengths", 256, 77, 77, 8, 8, 64, window=CAUSAL,
+        more=lengths(256),
+    )  # fmt: skip
+    yield ALONE("Swin 4096x49x6x32", 4096, 49, 49, 6, 6, 32, more=bias(6, 49))
+    yield PEER("CLIP vision 256x50x12x64", 256, 50, 50, 12, 12, 64)
+
+
+def of_norms() -> Iterator[Row]:
+    """Norms of 64 to 256 columns, with gradients."""
+    for kind, rows, columns in (
+        ("layer", 262144, 128), ("layer", 200704, 96), ("rms", 262144, 128),
+        ("layer", 50176, 192), ("layer", 100001, 64),
+    ):  # fmt: skip
+        yield replace(norming(kind, rows, columns, BF16), passes=("both",))
+
+
+def main() -> None:
+    """Prints a line per row, and writes all of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--json", type=pathlib.Path)
+    given = parser.parse_args()
+    rows = (*of_attention(), *of_norms())
+    command = "python3 -m tests.bench.small_choices"
+    all_measured(rows, given.seconds, given.json, command)
+
+
+if __name__ == "__main__":
+    main()
