@@ -192,6 +192,8 @@ def _require_together(order: list[int], own: list[int], d: set[int]) -> None:
         raise Refused("scale", SEVERAL, score=0.35)
     normalised = [i in d for i in own]
     if normalised != sorted(normalised):
+        if d | set(own) == set(order):  # no axis of samples: a skip behind a batch norm
+            raise Refused("scale", SEVERAL, score=0.35)
         text = "the channels of a group do not follow each other: interleaved groups"
         raise Refused("group", text, score=0.6)
 
