@@ -159,7 +159,7 @@ def _require_dominant_fills(softmax: Softmax) -> Set[str]:
     if fills and min(fills) < MODERATE:
         text = f"a mask that adds {-min(fills):g} is only a bias: it may not hide keys"
         raise Refused("rows", text, score=0.7)
-    if softmax.kept == TRUE or not bias or not fills:
+    if softmax.seen_keys == TRUE or not bias or not fills:
         return frozenset()
     largest_number = max(abs(c) for c in bias.values())
     for value in softmax.values_of(softmax.alg.poly_leaves(bias)):
@@ -210,7 +210,7 @@ def _each_sees_itself(softmax: Softmax, axes: Axes) -> bool:
     if [alg.sizes[i] for i in axes.t] != [alg.sizes[i] for i in axes.s]:
         return False
     to = dict(zip(axes.s, axes.t, strict=True))
-    return alg.subst_bool(softmax.kept, to) == TRUE
+    return alg.subst_bool(softmax.seen_keys, to) == TRUE
 
 
 def _is_positive(softmax: Softmax, offset: Poly) -> bool:
