@@ -138,7 +138,7 @@ def shifted_by_maximum(row: Row, form: Poly) -> Shifted | None:
                 found = _largest(row, shift)
         except NeedSplit:  # of pieces that are not taken apart
             continue
-        among = _beside(row, shift, base)
+        among = _other_members(row, shift, base)
         if among is None and any(_covers(alg, m, base) for m in found.above):
             among = found.among
         elif among is None:
@@ -439,7 +439,7 @@ def _is_sink_term(row: Row, term: Any, c: float) -> bool:
     return bool(sink) and term in sink and abs(sink[term] - c) <= 1e-6 * abs(c)
 
 
-def _beside(row: Row, shift: Poly, base: Poly) -> tuple[Member, ...] | None:
+def _other_members(row: Row, shift: Poly, base: Poly) -> tuple[Member, ...] | None:
     """What else is in a shift that is the logarithm of a sum with a base in it.
 
     Returns:

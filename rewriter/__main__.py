@@ -100,17 +100,25 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _explain_all(args: argparse.Namespace) -> int:
-    """Explains every function of a file that has arguments beside it."""
+    """Explains every function that has arguments beside it, of a file or a folder."""
     if args.html or args.args:
         raise errors.ConfigError(
             "--all with --html or --args", next_step="Name one function for these"
         )
-    reports = []
-    for _, fn, values in targets.every_function(args.function):
-        reports.append(rewriter.explain(fn, **_options(args))(*values))
-        _say(args)(f"{reports[-1]}\n")
-    _json(args, {"reports": [report.as_dict() for report in reports]})
-    return GOOD
+    files, reports, failed = targets.files(args.function), [], {}
+    for file in files:
+        try:
+            for _, fn, values in targets.every_function(file):
+                reports.append(rewriter.explain(fn, **_options(args))(*values))
+                _say(args)(f"{reports[-1]}\n")
+        except Exception as problem:
+            if files == [args.function]:
+                raise
+            failed[file] = f"{type(problem).__name__}: {problem}"
+            _say(args)(f"{file} was left out: {failed[file]}\n")
+    data = {"reports": [report.as_dict() for report in reports]}
+    _json(args, data | ({"failed": failed} if failed else {}))
+    return BAD if failed else GOOD
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -400,7 +408,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--pairs", type=int, default=3, help="runs of each program")
     explain = _on_function(commands, "explain", _explain, "what would be rewritten")
     explain.add_argument("--html", help="also write a page with a picture")
-    every = "explain each function of a file that has arguments beside it"
+    every = "explain each function with arguments beside it, of a file or a folder"
     explain.add_argument("--all", action="store_true", help=every)
     diff = _command(commands, "diff", _diff, "what is not the same in two reports")
     diff.add_argument("before", help="what explain --json wrote")

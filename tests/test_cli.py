@@ -57,6 +57,29 @@ def test_explain_all(capsys, tmp_path):
     assert code == 2
 
 
+def test_explain_all_of_a_folder(capsys, tmp_path):
+    """Files without arguments are not run; one that fails is named, others go on."""
+    double = "def double(x):\n    return x * 2\n"
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "b.py").write_text(f"{double}args = (1.0,)\n")
+    (tmp_path / "c.py").write_text("raise SystemExit('was run')\n")
+    hidden = tmp_path / ".venv"
+    hidden.mkdir()
+    (hidden / "d.py").write_text("raise SystemExit('was run')\nargs = ()\n")
+    command = "explain", "--all", str(tmp_path), "--json"
+    code, out, _ = run(capsys, *command)
+    assert (code, len(json.loads(out)["reports"])) == (0, 1)
+    (tmp_path / "a.py").write_text(f"import not_there\n{double}args = (1.0,)\n")
+    code, out, _ = run(capsys, *command)
+    found = json.loads(out)
+    assert (code, len(found["reports"])) == (1, 1)
+    assert "not_there" in found["failed"][str(tmp_path / "a.py")]
+    (tmp_path / "empty").mkdir()
+    code, _, err = run(capsys, "explain", "--all", str(tmp_path / "empty"))
+    assert code == 2
+    assert "has no file with arguments" in err
+
+
 @pytest.mark.parametrize("attached", [False, True])
 def test_libtpu_has_nothing_to_look_for_without_a_tpu(capsys, monkeypatch, attached):
     """It would print errors when JAX starts; a TPU that is there is left alone."""

@@ -189,7 +189,7 @@ class Team:
         """A part of a row of the result's cotangent."""
         return self.streamed("cotangent", slot, row, chunk)
 
-    def kept(self, name: str, chunk: int) -> Array | None:
+    def scale_or_bias(self, name: str, chunk: int) -> Array | None:
         """A part of scale or bias, None if there is none."""
         if f"kept_{name}" not in self.shared:
             return None
@@ -278,7 +278,10 @@ class Team:
                 for row, mean in zip(squares, level, strict=True)
             ]
             for chunk in range(self.chunks):
-                scale, bias = self.kept("scale", chunk), self.kept("bias", chunk)
+                scale, bias = (
+                    self.scale_or_bias("scale", chunk),
+                    self.scale_or_bias("bias", chunk),
+                )
                 for row in range(self.rows):
                     x = self.x(slot, row, chunk)
                     if self.adds_to_x:
@@ -320,7 +323,7 @@ class Team:
         sums = {name: list(parts) for name, parts in sums.items()}
 
         def scaled(chunk: int, row: int) -> Array:
-            up, scale = self.up(slot, row, chunk), self.kept("scale", chunk)
+            up, scale = self.up(slot, row, chunk), self.scale_or_bias("scale", chunk)
             return up if scale is None else up * scale
 
         def products(chunk: int, row: int, level: Any) -> list[Array]:
@@ -343,7 +346,7 @@ class Team:
         for i, row in enumerate(more):
             less[i] = less[i] - row[0] * roots[i] * along[i]
         for chunk in range(self.chunks):
-            scale = self.kept("scale", chunk)
+            scale = self.scale_or_bias("scale", chunk)
             for row in range(self.rows):
                 n = self.x(slot, row, chunk, level[row]) * roots[row]
                 up = self.up(slot, row, chunk)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.shared.loops import fori_loop, scan
-from rewriter.kernels.shared.slices import along, part
+from rewriter.kernels.shared.slices import part, starts_along
 from rewriter.ops.kernel import Space
 from rewriter.support.verdict import YES, Verdict, no
 
@@ -172,4 +172,4 @@ def taken(x: Array, first: Any, size: int, axis: int = -1) -> Array:
         return lax.slice_in_dim(x, first, first + size, axis=axis)
     sizes = list(x.shape)
     sizes[axis] = size
-    return part(x, along(x.ndim, axis, first), sizes)
+    return part(x, starts_along(x.ndim, axis, first), sizes)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from rewriter.kernels.shared.slices import along, part, with_part
+from rewriter.kernels.shared.slices import part, starts_along, with_part
 
 
 def fori_loop(start: Any, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
@@ -59,12 +59,12 @@ def scan(step: Callable[[Any, Any], Any], carry: Any, parts: Any) -> tuple[Any, 
 
 def _taken(a: jax.Array, i: Any) -> jax.Array:
     """Returns the entry of an array along its first axis."""
-    return part(a, along(a.ndim, 0, i), (1, *a.shape[1:])).reshape(a.shape[1:])
+    return part(a, starts_along(a.ndim, 0, i), (1, *a.shape[1:])).reshape(a.shape[1:])
 
 
 def _put(a: jax.Array, entry: jax.Array, i: Any) -> jax.Array:
     """Returns an array with an entry along its first axis."""
-    return with_part(a, entry[None], along(a.ndim, 0, i))
+    return with_part(a, entry[None], starts_along(a.ndim, 0, i))
 
 
 def zero_after(*arrays: jax.Array, dtype: Any = jnp.float32) -> jax.Array:

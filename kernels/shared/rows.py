@@ -11,12 +11,12 @@ import jax
 
 def row_max(x: jax.Array) -> jax.Array:
     """Returns the largest entry of each row, [..., 1]; NaN where a row has one."""
-    return _kept(jax.lax.reduce_max(x, (x.ndim - 1,)))
+    return _with_last_axis(jax.lax.reduce_max(x, (x.ndim - 1,)))
 
 
 def row_sum(x: jax.Array) -> jax.Array:
     """Returns the sum of each row, [..., 1], added up in the dtype of x."""
-    return _kept(jax.lax.reduce_sum(x, (x.ndim - 1,)))
+    return _with_last_axis(jax.lax.reduce_sum(x, (x.ndim - 1,)))
 
 
 def row_mean(x: jax.Array) -> jax.Array:
@@ -29,5 +29,5 @@ def row_mean(x: jax.Array) -> jax.Array:
     return row_sum(x) / x.shape[-1]
 
 
-def _kept(x: jax.Array) -> jax.Array:
+def _with_last_axis(x: jax.Array) -> jax.Array:
     return jax.lax.expand_dims(x, (x.ndim,))

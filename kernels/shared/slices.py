@@ -46,11 +46,11 @@ def with_part(into: Array, new: Array, starts: Sequence[Any]) -> Array:
     return lax.dynamic_update_slice(into, new, at, allow_negative_indices=False)
 
 
-def along(ndim: int, axis: int, start: Any) -> list[Any]:
+def starts_along(ndim: int, axis: int, start: Any) -> list[Any]:
     """Returns the starts of a part along one axis.
 
     Example:
-        >>> along(3, -2, 5)
+        >>> starts_along(3, -2, 5)
         [0, 5, 0]
     """
     starts: list[Any] = [0] * ndim

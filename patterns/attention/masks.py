@@ -88,7 +88,7 @@ def read_masks(softmax: Softmax, axes: Axes) -> Masks:
     Raises:
         Refused: If every key is masked.
     """
-    alg, kept = softmax.alg, softmax.kept
+    alg, kept = softmax.alg, softmax.seen_keys
     if kept == FALSE:
         raise Refused("mask", "every key is masked", score=0.5)
     if softmax.mask_as_array:

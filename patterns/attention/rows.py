@@ -160,7 +160,7 @@ def _require_dominant_fills(softmax: Softmax) -> Set[str]:
     if fills and min(fills) < MODERATE:
         text = f"a mask that adds {-min(fills):g} is only a bias: it may not hide keys"
         raise Refused("rows", text, score=0.7)
-    if softmax.kept == TRUE or not bias or not fills:
+    if softmax.seen_keys == TRUE or not bias or not fills:
         return frozenset()
     largest_number = max(abs(c) for c in bias.values())
     for value in softmax.values_of(softmax.alg.poly_leaves(bias)):

@@ -46,7 +46,7 @@ def _each_sees_itself(softmax: Softmax, axes: Axes, masks: Masks) -> bool:
     alg = softmax.alg
     if [alg.sizes[i] for i in axes.t] == [alg.sizes[i] for i in axes.s]:
         to = dict(zip(axes.s, axes.t, strict=True))
-        if alg.subst_bool(softmax.kept, to) == TRUE:
+        if alg.subst_bool(softmax.seen_keys, to) == TRUE:
             return True
     if set(masks.operands) - OF_POSITIONS or not _holds_own_position(masks):
         return False

@@ -113,7 +113,7 @@ class Softmax:
         return self.find.algebra
 
     @property
-    def kept(self) -> int:
+    def seen_keys(self) -> int:
         """Which keys each row sees."""
         return self.alg.both(self.parts.keep, self.parts.row_mask)
 

@@ -154,7 +154,10 @@ def _total(alg: Algebra, form: Poly) -> int:
     """The logarithm of a sum of exponentials in a form."""
     found = {a for _, mono in form for a, _ in mono if alg.kind(a) == "log"}
     if len(found) != 1:
-        text = f"it holds {len(found)} logarithms of sums"
+        text = "it has no logarithm of a sum of exponentials"
+        if found:
+            text = f"it joins {len(found)} log-sum-exps, as a divergence does, and a "
+            text += "loss has one"
         near = 0.3 if found else 0.2  # without any, it is no loss over a vocabulary
         raise Refused("terms", text, score=near, difference=alg.show(form))
     (atom,) = found
@@ -173,10 +176,11 @@ def _logits(alg: Algebra, total: int) -> tuple[int, int, Poly]:
         if flag == TRUE and c == 1 and len(mono) == 1:
             sums = [a for a, _ in mono if alg.kind(a) == "sum"]
     if not sums:
+        some = any(alg.kind(a) == "sum" for _, mono in inner for a, _ in mono)
         raise Refused(
             "total",
             "the logarithm is not of one sum of exponentials over all classes",
-            score=0.3,
+            score=0.3 if some else 0.2,  # a softplus has none
             difference=alg.show(inner),
         )
     bound, where, product = alg.open_sum(sums[0])

@@ -35,7 +35,7 @@ class Kink:
         implied = self._alike(self.own, (slope, slope, 0.0))
         return tuple(map(_named, (self.at, slope, *(() if implied else more))))
 
-    def beside(self) -> tuple[float | str, ...]:
+    def entry_beside_gradients(self) -> tuple[float | str, ...]:
         """The same beside gradients that are proved: they are the named function's.
 
         The program has been differentiated, so its value has its own slope.

@@ -187,7 +187,9 @@ def slopes_of(
             find.require_proved(ev)
         own, usual = _by_branch(own, factor, scale), _by_branch(usual, 1.0, scale)
     kinks = [Kink(*numbers, near) for numbers in zip(at, own, usual, strict=False)]
-    alone, beside = ([f(k) for k in kinks] for f in (Kink.entry, Kink.beside))
+    alone, beside = (
+        [f(k) for k in kinks] for f in (Kink.entry, Kink.entry_beside_gradients)
+    )
     return OfBranch(
         side.activation,
         tuple(entry for entry in alone if entry),

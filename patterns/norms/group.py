@@ -24,8 +24,9 @@ from rewriter.find.reading import (
     split_digits,
 )
 from rewriter.patterns.norms.affine import is_parameter, require_outside, terms
-from rewriter.patterns.norms.form import OF_NUMBERS, Form, form_of
+from rewriter.patterns.norms.form import Form, form_of
 from rewriter.patterns.norms.normalized_value import Source
+from rewriter.patterns.norms.reading import Applied, reading_of
 from rewriter.patterns.norms.results import is_scaled_later
 
 Group = tuple[int, ...]
@@ -70,11 +71,10 @@ def read_group(
     form = form_of(alg, poly, op, source.x)
     scale, bias = terms(alg, form)
     _require_always(alg, form, scale, bias)
-    times: Poly | None = None
-    plus: Poly | None = None
+    later = Applied()
     if outside:
         require_outside(alg, form, scale, bias)
-        times, plus, scale, bias = scale, bias or None, alg.const(1), {}
+        later, scale, bias = Applied(scale, bias or None), alg.const(1), {}
     axes = _axes(find, form, args, scale, bias, value)
     find.require_proved(ev)
     x = alg.of_atom(alg.atom("leaf", form.x, form.at))
@@ -85,31 +85,11 @@ def read_group(
         operands["scale"] = operand(scale, *given)
     if bias:
         operands["bias"] = operand(bias, *given)
-    whole = form.alpha * form.count
-    if form.extra:
-        operands["epsilon"] = operand(alg.scale(form.extra, 1 / whole))
-    params: dict[str, Any] = {
-        "out_dtype": str(find.graph.dtype(value)),
-        "eps": form.constant / whole,
-    }
-    if source.of_squares:
-        params["of_squares"] = True
-    return Reading(
-        op,
-        alg,
-        ev.place,
-        value,
-        args,
-        form.poly,
-        axes.of_rows(),
-        operands,
-        params,
-        check_options=OF_NUMBERS,
-        notes=tuple(sorted(ev.notes)),
-        times=times,
-        plus=plus,
+    rows = axes.of_rows()
+    return reading_of(
+        find, ev, op, value, args, form, source, rows, operands, later,
         may_be_inside=True,
-    )
+    )  # fmt: skip
 
 
 def _require_always(alg: Any, form: Form, scale: Poly, bias: Poly) -> None:
@@ -192,6 +172,8 @@ def _require_together(order: list[int], own: list[int], d: set[int]) -> None:
         raise Refused("scale", SEVERAL, score=0.35)
     normalised = [i in d for i in own]
     if normalised != sorted(normalised):
+        if d | set(own) == set(order):  # no axis of samples: a skip behind a batch norm
+            raise Refused("scale", SEVERAL, score=0.35)
         text = "the channels of a group do not follow each other: interleaved groups"
         raise Refused("group", text, score=0.6)
 

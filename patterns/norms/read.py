@@ -28,7 +28,7 @@ from rewriter.find.reading import (
 )
 from rewriter.find.sieve import Step
 from rewriter.patterns.norms.affine import affine, scale_and_bias
-from rewriter.patterns.norms.form import CENTRED, OF_NUMBERS, Form, form_of
+from rewriter.patterns.norms.form import CENTRED, Form, form_of
 from rewriter.patterns.norms.group import read_group
 from rewriter.patterns.norms.normalized_value import (
     BOUNDED,
@@ -38,6 +38,7 @@ from rewriter.patterns.norms.normalized_value import (
     results_below,
     sources,
 )
+from rewriter.patterns.norms.reading import Applied, reading_of
 from rewriter.patterns.norms.results import is_scaled_later, under_layout
 from rewriter.program.graph import Node
 from rewriter.program.lines import is_of_gradient
@@ -274,39 +275,29 @@ def read(
     form = form_of(alg, ev.poly(value, args), op, source.x)
     scale, bias = affine(find, form, outside)
     _require_epsilon(form, scale)
-    times: Poly | None = None
-    plus: Poly | None = None
+    later = Applied()
     if outside:
-        times, plus, scale, bias = scale, bias or None, alg.const(1), {}
-    d, n, alpha = form.normalised, form.count, form.alpha
+        later, scale, bias = Applied(scale, bias or None), alg.const(1), {}
+    d = form.normalised
     rest = tuple((i,) for a in form.at if a is not None and (i := _plain(a)) not in d)
     groups = (*rest, d)
-    params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
-    if op == "rms_norm" and _divides_by_length(alg, scale, n):
-        params["bare_l2"] = True  # refused by the caller
+    bare = op == "rms_norm" and _divides_by_length(alg, scale, form.count)
     operands = {"x": operand(alg.of_atom(alg.atom("leaf", form.x, form.at)), *groups)}
     operands |= scale_and_bias(alg, op, d, scale, bias)
     _require_whole_scale(find, value, form, scale)
     find.require_proved(ev)
-    params["eps"] = form.constant / (alpha * n)
-    if source.of_squares:
-        params["of_squares"] = True
-    if form.extra:
-        operands["epsilon"] = operand(alg.scale(form.extra, 1 / (alpha * n)))
-    return Reading(
+    return reading_of(
+        find,
+        ev,
         op,
-        alg,
-        ev.place,
         value,
         args,
-        form.poly,
+        form,
+        source,
         groups,
         operands,
-        params,
-        check_options=OF_NUMBERS,
-        notes=tuple(sorted(ev.notes)),
-        times=times,
-        plus=plus,
+        later,
+        params={"bare_l2": True} if bare else {},  # refused by the caller
         unequal=UNEQUAL[op] if _centred(alg, form) != source.centred else "",
         may_be_inside=bool(rest),  # one row: its scale's gradient is such a product
     )

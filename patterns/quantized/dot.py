@@ -156,7 +156,7 @@ class _Product:
             "x": operand(at.of_rows, *rows, summed, dtype=g.dtype(x)),
             "w": operand(numbers, *(axes if mode == "forward" else axes[::-1])),
             **self._joined(ev, at.joined, below, summed, columns, of_rows),
-            **self._beside(ev, at.joined, below, rows, columns),
+            **self._row_scales_and_bias(ev, at.joined, below, rows, columns),
         }
         params: dict[str, Any] = {"widen": self.above.text}
         sums = g.dtype(self.dot.outs[0])
@@ -309,7 +309,7 @@ class _Product:
         joined = (replace(j, name=to.get(j.name, j.name)) for j in below.joined)
         return replace(below, text=" ".join(text), joined=tuple(joined))
 
-    def _beside(
+    def _row_scales_and_bias(
         self,
         ev: RegionEvaluator,
         at: Mapping[int, tuple[Index, ...]],

@@ -95,12 +95,12 @@ def on_explicit_axes(spec: Any, mesh: Any) -> Any:
         P(None, 'data')
     """
 
-    def kept(axes: Any) -> Any:
+    def explicit_ones(axes: Any) -> Any:
         axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
         named = tuple(a for a in axes if a in mesh.explicit_axes)
         return named[0] if len(named) == 1 else named or None
 
-    return jax.P(*map(kept, spec))
+    return jax.P(*map(explicit_ones, spec))
 
 
 def partly_manual_mesh(avals: Sequence[Any]) -> Any:

@@ -30,7 +30,7 @@ def through(
     first = parts.n_consts
     given = [scope.env[v] for v in parts.body.invars[first:]]
     results = [graph.read(scope, v) for v in parts.body.outvars]
-    outside = dict(_wholes(graph, given, parts.ins[first:]))
+    outside = dict(_given_and_whole(graph, given, parts.ins[first:]))
     carried = dict(zip(given, results[: parts.n_carry], strict=False))
     own = {v for v, (position, _) in scope.first_var.items() if position >= 0}
     seen: set[int] = set()
@@ -54,7 +54,7 @@ def through(
     return frozenset(seen - outside.keys() - found.keys()), tuple(found)
 
 
-def _wholes(
+def _given_and_whole(
     graph: Graph, given: Sequence[int], outside: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
     """Pairs of what a step is given, and what that is a part of outside.

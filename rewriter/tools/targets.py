@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -15,6 +14,7 @@ from typing import Any
 
 from rewriter import errors
 from rewriter.program import trace
+from rewriter.tools.files import defined, files_with_arguments
 
 NAMES = ("{}_args", "example_args", "args")
 """Names of arguments that are looked for beside a function, in order."""
@@ -98,6 +98,22 @@ def every_function(module: str) -> list[tuple[str, Any, tuple[Any, ...]]]:
     )
 
 
+def files(place: str) -> list[str]:
+    """Returns the files of a folder that hold arguments; a module or file alone.
+
+    Raises:
+        ConfigError: If a folder has none.
+    """
+    if not os.path.isdir(place):
+        return [place]
+    if found := files_with_arguments(place, _makes_arguments):
+        return found
+    raise errors.ConfigError(
+        f"{place} has no file with arguments for its functions",
+        next_step="Define <function>_args, example_args or args beside a function",
+    )
+
+
 def parsed(text: str) -> tuple[str, str]:
     """Returns the module or file, and the name in it.
 
@@ -121,12 +137,7 @@ def parsed(text: str) -> tuple[str, str]:
 
 def _functions(file: str) -> list[str]:
     """The public functions of a file but those that make arguments; it is not run."""
-    try:
-        with open(file, encoding="utf-8") as opened:
-            body = ast.parse(opened.read()).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    names = [n.name for n in body if isinstance(n, ast.FunctionDef)]
+    names = defined(file, functions=True)
     return [n for n in names if n[0] != "_" and not _makes_arguments(n)]
 
 

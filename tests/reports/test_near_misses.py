@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import rewriter
@@ -618,6 +619,9 @@ SILENT = {
         lambda x, w: jnp.log1p(jnp.exp(-jnp.abs(x @ w))) + jnp.maximum(x @ w, 0), X, W
     ),
     "batched": (jnp.matmul, UP, DOWN),
+    "sigmoid_focal": (
+        lambda x, w: optax.sigmoid_focal_loss(x @ w, jnp.ones((4, 6))).sum(-1), X, W
+    ),
 }  # fmt: skip
 
 
@@ -629,6 +633,17 @@ def test_nothing_is_said_of_what_is_no_op_to_a_reader():
         floats = tuple(range(len(args)))
         gradient = jax.grad(lambda *a, fn=fn: fn(*a).sum(), floats)
         assert not rewriter.explain(gradient)(*args).misses, name
+
+
+def test_a_batch_norm_is_named_so_beside_a_skip_connection():
+    def block(x, skip, scale, bias):
+        y = x - x.mean((0, 1, 2), keepdims=True)
+        y = y * jax.lax.rsqrt((y * y).mean((0, 1, 2), keepdims=True) + 1e-5)
+        return jax.nn.relu(y * scale + bias + skip)
+
+    image, one = np.ones((2, 3, 3, 8), "f4"), np.ones(8, "f4")
+    (miss,) = rewriter.explain(block)(image, image, one, one).misses
+    assert "a batch norm" in miss.reasons[0].text
 
 
 def test_a_group_norm_of_interleaved_groups_is_named():

@@ -91,7 +91,7 @@ def _read(spec: Spec) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _apart(spec: Spec) -> tuple[Score, dict[str, Any]] | None:
+def _applied_function(spec: Spec) -> tuple[Score, dict[str, Any]] | None:
     """The function as the kernel applies it, and what it reads then."""
     score = spec.param("score")
     if score is None:
@@ -103,13 +103,13 @@ def _apart(spec: Spec) -> tuple[Score, dict[str, Any]] | None:
 
 def _function(spec: Spec) -> Function | None:
     """The function as the kernel applies it."""
-    apart = _apart(spec)
+    apart = _applied_function(spec)
     return None if apart is None else function_of(*apart)
 
 
 def as_applied(spec: Spec) -> Spec:
     """Returns a use with the operands that the kernel reads."""
-    apart = _apart(spec)
+    apart = _applied_function(spec)
     if apart is None:
         return spec
     score, read = apart

@@ -92,10 +92,10 @@ def forward(
     out = heads_first(out.reshape(shape))
     if not residuals:
         return out
-    return out, tuple(_kept(x, shape[1], t) for x in kept)
+    return out, tuple(_by_head(x, shape[1], t) for x in kept)
 
 
-def _kept(x: Array, n: int, t: int) -> Array:
+def _by_head(x: Array, n: int, t: int) -> Array:
     """[b, heads, kinds, group t] as [b, n, kinds, t]."""
     b, heads, kinds, _ = x.shape
     x = x.reshape(b, heads, kinds, n // heads, t)

@@ -16,7 +16,7 @@ from rewriter.kernels.attention.xla.problem import AXES
 from rewriter.kernels.attention.xla.sizes import number
 from rewriter.kernels.shared.contraction import contraction
 from rewriter.kernels.shared.products import unturned
-from rewriter.kernels.shared.slices import along, part, with_part
+from rewriter.kernels.shared.slices import part, starts_along, with_part
 from rewriter.ops.score import SOFTMAX
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Tile:
         """Returns this block of keys of an array."""
         sizes = list(x.shape)
         sizes[axis] = self.p.sizes.keys
-        return part(x, along(x.ndim, axis, self.start), sizes)
+        return part(x, starts_along(x.ndim, axis, self.start), sizes)
 
     def keys(self) -> Array:
         """Returns this block of k, [c, s, h]."""
@@ -100,7 +100,7 @@ class Tile:
     def add_columns(self, into: Array, x: Array) -> Array:
         """Returns `into`, as `Step.columns` made it, plus x [c, h, s] here."""
         if self.block.step.turned is not None:
-            starts = along(into.ndim, 2, self.start)
+            starts = starts_along(into.ndim, 2, self.start)
             return with_part(into, self.columns(into, 2) + x, starts)
         starts, sizes = self.p.place("bskh", into.shape, self.here)
         z = self.p.sizes

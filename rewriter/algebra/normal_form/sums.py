@@ -300,11 +300,11 @@ class Sums:
         for (flag, mono), c in p.items():
             for atom, e in mono:
                 if flag != TRUE and e == 1 and self.kind(atom) == "sum":
-                    flag = self._beside(flag, self.open_sum(atom)[1])
+                    flag = self._not_implied(flag, self.open_sum(atom)[1])
             out = self.add(out, {(flag, mono): c})
         return out
 
-    def _beside(self, flag: int, inner: int) -> int:
+    def _not_implied(self, flag: int, inner: int) -> int:
         """The parts of a condition that another one does not imply."""
         out = TRUE
         for _, part in self.conjuncts(flag, lambda literal: literal):

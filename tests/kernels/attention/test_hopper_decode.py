@@ -35,6 +35,7 @@ from tests.kernels.attention.test_hopper import (
     split,
 )
 from tests.support.kernels import bits, simulator
+from tests.support.kernels.simulated_gpu import machine
 
 pytestmark = pytest.mark.once
 
@@ -299,7 +300,7 @@ def test_the_simulator_sees_memory_that_is_taken_too_early(
     copy = kernel._Reader.copy
 
     def careless(reader: Any) -> None:
-        many = simulator.Barriers(len(reader.x[barrier].completed), 1)
+        many = machine.Barriers(len(reader.x[barrier].completed), 1)
         many.anyway = True
         reader.x = {**reader.x, barrier: many}
         copy(reader)
@@ -307,7 +308,7 @@ def test_the_simulator_sees_memory_that_is_taken_too_early(
     monkeypatch.setattr(kernel._Reader, "copy", careless)
     try:
         found = simulated((3, 1, keys, 4, 2, 32, 32), {}, Split(64, 2, 1, 1))
-    except simulator.Stuck:
+    except machine.Stuck:
         return
     assert found > 10 * LIMITS["bfloat16"]
 

@@ -26,6 +26,7 @@ from tests.kernels.attention.test_hopper import (
     needs_hopper,
 )
 from tests.support.kernels import bits, simulator
+from tests.support.kernels.simulated_gpu import machine
 
 pytestmark = pytest.mark.once
 
@@ -171,7 +172,7 @@ def test_the_simulator_sees_memory_that_is_taken_too_early(
     copy = kernel._Block.copy
 
     def careless(block: Any) -> None:
-        many = simulator.Barriers(len(block.x[barrier].completed), 1)
+        many = machine.Barriers(len(block.x[barrier].completed), 1)
         many.anyway = True
         block.x = {**block.x, barrier: many}
         copy(block)
@@ -179,7 +180,7 @@ def test_the_simulator_sees_memory_that_is_taken_too_early(
     monkeypatch.setattr(kernel._Block, "copy", careless)
     try:
         found = simulated(name)
-    except simulator.Stuck:
+    except machine.Stuck:
         return
     assert found > 10 * LIMITS["bfloat16"]
 

@@ -31,6 +31,7 @@ from tests.kernels.attention.test_hopper import (
     split,
 )
 from tests.support.kernels import simulator
+from tests.support.kernels.simulated_gpu import machine
 
 SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles]] = {
     "one tile": ((1, 128, 128, 1, 1, 64, 64), {}, Tiles(64), BackwardTiles()),
@@ -240,7 +241,7 @@ def test_the_simulator_sees_memory_that_is_taken_too_early(
 
     def careless(block: Any) -> None:
         named = dict(block.named)
-        many = simulator.Barriers(len(named[barrier].completed), 1)
+        many = machine.Barriers(len(named[barrier].completed), 1)
         many.completed = [1 << 20] * len(many.completed)
         many.anyway = True
         block.named = {**named, barrier: many}
@@ -250,7 +251,7 @@ def test_the_simulator_sees_memory_that_is_taken_too_early(
     shape, given, tiles, back = SIMULATED["causal, no turns"]
     try:
         errors = simulated(shape, given, tiles, back)
-    except simulator.Stuck:
+    except machine.Stuck:
         return
     assert errors[0] > 10 * LIMITS["bfloat16"]
 
@@ -269,7 +270,7 @@ def test_it_sees_what_is_taken_too_early_of_wide_heads(
     careful = getattr(kind, name)
 
     def careless(kernel: Any, *given: Any) -> Any:
-        many = simulator.Barriers(len(kernel.memory[barrier].completed), 1)
+        many = machine.Barriers(len(kernel.memory[barrier].completed), 1)
         many.completed = [1 << 20] * len(many.completed)
         many.anyway = True
         before = kernel.memory
@@ -282,6 +283,6 @@ def test_it_sees_what_is_taken_too_early_of_wide_heads(
     shape, given, tiles, back = SIMULATED["wide, three times"]
     try:
         errors = simulated(shape, given, tiles, back)
-    except simulator.Stuck:
+    except machine.Stuck:
         return
     assert max(errors[1:]) > 10 * LIMITS["bfloat16"]

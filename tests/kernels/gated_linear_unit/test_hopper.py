@@ -32,6 +32,7 @@ from tests.kernels.ragged.test_tpu_gated_linear_unit import (
 )
 from tests.support.kernels import bits, simulator
 from tests.support.kernels.float64 import float64
+from tests.support.kernels.simulated_gpu import products
 
 pytestmark = pytest.mark.once
 
@@ -329,7 +330,7 @@ def test_the_simulator_sees_parts_that_are_freed_early(
     """With two stages the next part would be where a product still reads."""
     given, up = make_dense((128, 640), 128)
     want = exact_dense(given, up)["out"]
-    early = lambda left: simulator._wait_for_products(left and left + 1)
+    early = lambda left: products.wait_for_products(left and left + 1)
     with simulator.simulated_ragged_dot():
         call = functools.partial(UNIT.forward, **given)
         close(call(config=Tiles(stages=2, programs=1)), want)

@@ -28,6 +28,7 @@ from rewriter.ops.registry import registry
 from tests.kernels.norms.test_tpu import ALL, OPS, exact, layer, loss, make, names, rms
 from tests.slow import first
 from tests.support.kernels import addends, bits, extreme_rows, simulator
+from tests.support.kernels.simulated_gpu import stand_ins
 
 H200 = device.named("h200")
 EPS = 1e-3
@@ -255,7 +256,7 @@ def test_simulated(case: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, wanted, config = CASES[case]
     given, up = make(op, shape, wanted)
     if case == "fewer rows than teams":
-        monkeypatch.setattr(simulator, "LATE_S", 0.002)
+        monkeypatch.setattr(stand_ins, "LATE_S", 0.002)
     with simulator.simulated_norms():
         check(op, given, up, both(op, given, up, config=config))
 
@@ -267,7 +268,7 @@ def test_addends_simulated(case: str, op: str, monkeypatch: pytest.MonkeyPatch) 
     given, up = make(op, shape, wanted)
     added = addends.beside(given)
     if case == "fewer rows than teams":
-        monkeypatch.setattr(simulator, "LATE_S", 0.002)
+        monkeypatch.setattr(stand_ins, "LATE_S", 0.002)
     with simulator.simulated_norms():
         made = with_addends(op, given, up, added, config=config)
     check_addends(op, given, up, added, made)
@@ -349,7 +350,7 @@ def wrong(op: str, config: Teams) -> bool:
 def test_the_simulator_sees_faults(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     team, config = hopper_team.Team, Teams(1, 2, 2, 2, 1)
     means, refill = team.means, team.refill
-    monkeypatch.setattr(simulator, "LATE_S", 0.002)
+    monkeypatch.setattr(stand_ins, "LATE_S", 0.002)
     assert not wrong(op, config)
     # Sums go where a slower warp still reads the last ones.
     monkeypatch.setattr(team, "means", lambda self, terms, _: means(self, terms, 0))

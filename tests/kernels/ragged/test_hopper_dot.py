@@ -25,6 +25,7 @@ from rewriter.ops.registry import registry
 from tests import slow
 from tests.kernels.ragged.test_dot import MODES, exact, exact_grads
 from tests.support.kernels import simulator
+from tests.support.kernels.simulated_gpu import machine
 
 pytestmark = pytest.mark.once
 
@@ -449,7 +450,7 @@ def test_the_simulator_sees_barriers_of_other_tiles(
     monkeypatch.setattr(by_rows._Block, "ready", skipped)
     skipped = lambda self, name, tile, slot: self.shared[name].at[slot]
     monkeypatch.setattr(by_groups._Block, "barrier", skipped)
-    monkeypatch.setattr(simulator, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(machine, "PATIENCE_S", 1.0)
     with simulator.simulated_ragged_dot(), pytest.raises(AssertionError):
         KERNEL.forward(**given, mode=mode, config=tiles)
 

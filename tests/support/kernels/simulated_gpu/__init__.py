@@ -1,0 +1,1 @@
+"""A GPU of Python threads, on which `simulator` runs kernels."""
