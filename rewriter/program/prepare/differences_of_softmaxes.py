@@ -30,7 +30,7 @@ from rewriter.program.loops import inserted
 
 LAYOUT = frozenset(
     {"convert_element_type", "reshape", "slice", "squeeze", "split", "transpose"}
-)
+) | {"unstack"}
 """What is between a softmax and a sum of several."""
 
 DEPTH = 12

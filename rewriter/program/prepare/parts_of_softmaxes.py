@@ -145,12 +145,16 @@ def _part(here: Body, atom: Any) -> tuple[Any, Parts, int] | None:
         gone, eqn = eqn.params["dimensions"], here.maker(eqn.invars[0])
     if eqn is None or eqn.effects:
         return None
-    if eqn.primitive.name == "split" and not gone:
-        sizes, axis = eqn.params["sizes"], eqn.params["axis"]
-        parts = Parts(axis, len(sizes), HALVES)
-        number = eqn.outvars.index(atom) if atom in eqn.outvars else None
-        alike = number is not None and len(set(sizes)) == 1
-        return (eqn.invars[0], parts, number) if alike else None
+    if eqn.primitive.name in ("split", "unstack") and not gone:
+        if atom not in eqn.outvars:
+            return None
+        number, axis = eqn.outvars.index(atom), eqn.params["axis"]
+        parts = Parts(axis, len(eqn.outvars), STACKED)
+        if eqn.primitive.name == "split":
+            parts = Parts(axis, len(eqn.outvars), HALVES)
+            if len(set(eqn.params["sizes"])) > 1:
+                return None
+        return eqn.invars[0], parts, number
     if eqn.primitive.name != "slice":
         return None
     return _slice(eqn, gone)
@@ -325,6 +329,9 @@ def _stacked(
 
 def _placed(here: Body, eqn: Any) -> tuple[Parts, list[Any]] | None:
     """How an array is put together of parts, and the parts in order."""
+    if eqn.primitive.name == "stack":
+        parts = Parts(eqn.params["axis"], len(eqn.invars), STACKED)
+        return parts, list(eqn.invars)
     if eqn.primitive.name == "concatenate":
         axis = eqn.params["dimension"]
         sizes = {a.aval.shape[axis] for a in eqn.invars}
