@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -280,12 +281,7 @@ def _pair(
     den, factor, sink = low
     s, top_flag, top = alg.open_sum(num)
     low_s, low_flag, low_mono = alg.open_sum(den)
-    if Counter(alg.sizes[i] for i in s) != Counter(alg.sizes[i] for i in low_s):
-        return None
-    for order in itertools.islice(itertools.permutations(s), 6):
-        to = dict(zip(low_s, order, strict=True))
-        if any(alg.sizes[a] != alg.sizes[b] for a, b in to.items()):
-            continue
+    for keys, to in _same_keys(alg, low_s, s):
         mono = dict(alg.subst_mono(low_mono, to))
         flag = alg.subst_bool(low_flag, to)
         rest = alg.monomial((*top, *((a, -e) for a, e in mono.items())))
@@ -298,10 +294,28 @@ def _pair(
         if drop_flag is not None and v:
             others = tuple(f for f in rest if f[0] not in v)
             weights = tuple(mono.items())
-            return Parts(
-                tuple(s), flag, weights, v, others, drop_flag, 1 / factor, sink
-            )
+            return Parts(keys, flag, weights, v, others, drop_flag, 1 / factor, sink)
     return None
+
+
+def _same_keys(
+    alg: Algebra, low: Sequence[int], s: Sequence[int]
+) -> Iterator[tuple[Group, dict[int, Index]]]:
+    """What the indices of one sum may be by those of another sum over the same keys.
+
+    Values may be on a grid whose rows and columns are the keys: then these come first.
+    """
+    orders = itertools.islice(itertools.permutations(s), 6)
+    if Counter(alg.sizes[i] for i in s) == Counter(alg.sizes[i] for i in low):
+        for order in orders:
+            if [alg.sizes[i] for i in order] == [alg.sizes[i] for i in low]:
+                yield tuple(s), dict(zip(low, order, strict=True))
+    elif len(low) == 1 and math.prod(alg.sizes[i] for i in s) == alg.sizes[low[0]]:
+        for order in orders:
+            at: Index = None
+            for i in order:
+                at = alg.cat(at, i, alg.sizes[i])
+            yield order, {low[0]: at}
 
 
 def _weights_sum(alg: Algebra, den: int, rows: int) -> tuple[int, float, Poly] | None:

@@ -29,6 +29,7 @@ from rewriter.program.prepare import (
     differences_of_softmaxes,
     masks_in_loops,
     masks_in_shards,
+    parts_of_softmaxes,
     slices_before_loops,
     sums_of_rows,
 )
@@ -96,8 +97,9 @@ def join_terms_of_losses(program: Program) -> Program:
 
 
 def multiply_softmaxes(program: Program) -> Program:
-    """Multiplies each of several softmaxes by the values, where their sum is."""
+    """Multiplies softmaxes by the values, where a sum of them or of their parts is."""
     made = differences_of_softmaxes.multiply_each(program.closed_jaxpr)
+    made = parts_of_softmaxes.multiply_at_once(made)
     return replace(program, closed_jaxpr=made)
 
 

@@ -15,7 +15,7 @@ number for each query and key, are no longer read beside their softmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from rewriter.program.loops import inserted
 
 LAYOUT = frozenset(
     {"convert_element_type", "reshape", "slice", "squeeze", "split", "transpose"}
-)
+) | {"unstack"}
 """What is between a softmax and a sum of several."""
 
 DEPTH = 12
@@ -103,7 +103,7 @@ def multiply_each(program: Any) -> Any:
     return map_bodies(program, lambda body: _changed(body) or body)
 
 
-class _Body:
+class Body:
     """The equations of a body, and who makes and reads its values."""
 
     def __init__(self, body: Any) -> None:
@@ -113,6 +113,7 @@ class _Body:
         self.products: list[Product] = []
 
     def maker(self, atom: Any) -> Any:
+        """The equation that makes an atom, or None."""
         return None if _jax.is_literal(atom) else self.made.get(atom)
 
     def terms(self, atom: Any) -> list[Term] | None:
@@ -120,20 +121,21 @@ class _Body:
 
         Parts of one softmax do not count: each part needs all of it.
         """
-        found = self._terms(atom, False)
+        found = self.all_terms(atom, False)
         whole = {self.softmax(t.weights) for t in found or ()}
         return found if found and len(found) == len(whole) > 1 else None
 
-    def _terms(self, atom: Any, negative: bool) -> list[Term] | None:
+    def all_terms(self, atom: Any, negative: bool = False) -> list[Term] | None:
+        """The softmaxes, or parts of some, that add up to an array; None for others."""
         eqn = self.maker(atom)
         if eqn is not None and _is_rounding(eqn):
-            found = self._terms(eqn.invars[0], negative)
+            found = self.all_terms(eqn.invars[0], negative)
             if found and len(found) > 1:
                 return found
         if eqn is not None and eqn.primitive.name in ("add", "sub"):
             one, other = eqn.invars
             minus = negative != (eqn.primitive.name == "sub")
-            both = self._terms(one, negative), self._terms(other, minus)
+            both = self.all_terms(one, negative), self.all_terms(other, minus)
             return None if None in both else [*both[0], *both[1]]
         weights, factor = atom, None
         if eqn is not None and eqn.primitive.name == "mul":
@@ -175,7 +177,7 @@ class _Body:
             if eqn.primitive.name == "div":
                 return atom if self._is_exponential(eqn.invars[0]) else None
             if _jax.call_kind(eqn) in ("call", "custom"):
-                inner = _Body(_jax.call_body(eqn))
+                inner = Body(_jax.call_body(eqn))
                 own = inner.softmax(inner.outs[eqn.outvars.index(atom)])
                 return None if own is None else atom
             if eqn.primitive.name not in LAYOUT or len(eqn.invars) != 1:
@@ -201,14 +203,14 @@ def _is_rounding(eqn: Any) -> bool:
 
 def _changed(body: Any) -> Any:
     """A body with each softmax multiplied by itself; None without sums of several."""
-    here = _Body(body)
+    here = Body(body)
     if not any(e.primitive.name == "dot_general" for e in here.eqns):
         return None
     eqns, found = [], False
     for eqn in here.eqns:
         new = _product_of_terms(here, eqn)
         if new is None and found:
-            new = _scaled_cotangent(here, eqn) or _factors_gradient(here, eqn)
+            new = _scaled_cotangent(here, eqn) or factors_gradient(here, eqn)
         found = found or new is not None
         eqns += [eqn] if new is None else new
     if not found:
@@ -216,7 +218,7 @@ def _changed(body: Any) -> Any:
     return _jax.with_equations(body, live(eqns, here.outs)[0], here.outs)
 
 
-def _product_of_terms(here: _Body, eqn: Any) -> list[Any] | None:
+def _product_of_terms(here: Body, eqn: Any) -> list[Any] | None:
     """A product of a sum of softmaxes, one by one."""
     if eqn.primitive.name != "dot_general" or eqn.params.get("out_sharding"):
         return None
@@ -228,7 +230,7 @@ def _product_of_terms(here: _Body, eqn: Any) -> list[Any] | None:
 
 
 def _one_by_one(
-    here: _Body, eqn: Any, side: int, terms: Sequence[Term]
+    here: Body, eqn: Any, side: int, terms: Sequence[Term]
 ) -> list[Any] | None:
     """The products of all terms, and their sum; None if a factor does not allow it."""
     whole, other = eqn.invars[side], eqn.invars[1 - side]
@@ -240,7 +242,7 @@ def _one_by_one(
         (*batch[1 - side], *contracted[1 - side]),
         strict=True,
     )
-    places = _places(eqn, side) if over_keys else dict(shared)
+    places = places_of(eqn, side) if over_keys else dict(shared)
     axes = {d for t in terms if t.factor for d in t.factor[1]}
     if not all(isinstance(places.get(d), int) for d in axes):
         return None
@@ -262,9 +264,9 @@ def _one_by_one(
             w, negative = w.astype(whole.aval.dtype), term.negative
             if over_keys:
                 products.append(_multiplied(eqn, side, w, y))
-                part = _scaled(products[-1], False, scale)
+                part = scaled(products[-1], False, scale)
             else:
-                part = _multiplied(eqn, side, w, _scaled(y, negative, scale))
+                part = _multiplied(eqn, side, w, scaled(y, negative, scale))
                 negative = False
             if total is None:
                 total = -part if negative else part
@@ -272,7 +274,7 @@ def _one_by_one(
                 total = total - part if negative else total + part
         return [total.astype(eqn.outvars[0].aval.dtype), *products]
 
-    made = _inserted(eqn, code, named)
+    made = in_place_of(eqn, code, named)
     if made is None:
         return None
     eqns, products = made
@@ -283,7 +285,7 @@ def _one_by_one(
     return eqns
 
 
-def _inserted(
+def in_place_of(
     eqn: Any, code: Callable[..., list[jax.Array]], atoms: Sequence[Any]
 ) -> tuple[list[Any], list[Any]] | None:
     """Equations for the result of another one, and the variables of more results."""
@@ -298,7 +300,7 @@ def _inserted(
     return [_jax.reading(e, names) for e in eqns], [names.get(v, v) for v in rest]
 
 
-def _places(eqn: Any, side: int) -> dict[int, int]:
+def places_of(eqn: Any, side: int) -> dict[int, int]:
     """By axis of an operand, the axis of the product's result."""
     contracted, batch = eqn.params["dimension_numbers"]
     gone = [(*c, *b) for c, b in zip(contracted, batch, strict=True)]
@@ -317,7 +319,7 @@ def _multiplied(eqn: Any, side: int, w: jax.Array, y: jax.Array) -> jax.Array:
     return lax.dot_general(*ins, **{name: eqn.params[name] for name in how})
 
 
-def _scaled(x: jax.Array, negative: bool, scale: Any) -> jax.Array:
+def scaled(x: jax.Array, negative: bool, scale: Any) -> jax.Array:
     """An array, negated and multiplied by a factor along some of its axes."""
     x = -x if negative else x
     if scale is None:
@@ -331,8 +333,14 @@ def _scaled(x: jax.Array, negative: bool, scale: Any) -> jax.Array:
 
 
 # ------------------------------------------------------------------------ gradients
-def _derivative(here: _Body, atom: Any) -> Derivative | None:
-    """The cotangent of a sum of softmaxes that were multiplied one by one."""
+def derivative(here: Body, atom: Any, sums: Collection[Any] = ()) -> Derivative | None:
+    """The cotangent of a sum of softmaxes that were multiplied one by one.
+
+    Args:
+        here: The body.
+        atom: What may be the cotangent.
+        sums: Sums of softmaxes: their products are none.
+    """
     negative, factor = False, None
     axes = tuple(range(len(atom.aval.shape)))
     for _ in range(DEPTH):
@@ -356,7 +364,7 @@ def _derivative(here: _Body, atom: Any) -> Derivative | None:
         elif name == "dot_general":
             values = {p.values for p in here.products}
             sides = [k for k in (0, 1) if ins[1 - k] in values]
-            if len(sides) != 1 or here.terms(ins[sides[0]]):
+            if len(sides) != 1 or here.terms(ins[sides[0]]) or ins[sides[0]] in sums:
                 return None
             return Derivative(eqn, sides[0], negative, factor, axes)
         else:
@@ -364,15 +372,15 @@ def _derivative(here: _Body, atom: Any) -> Derivative | None:
     return None
 
 
-def _scaled_cotangent(here: _Body, eqn: Any) -> list[Any] | None:
+def _scaled_cotangent(here: Body, eqn: Any) -> list[Any] | None:
     """A multiple of a cotangent, made of a multiple of the result's cotangent."""
     if eqn.primitive.name not in ("mul", "neg"):
         return None
-    found = _derivative(here, eqn.outvars[0])
+    found = derivative(here, eqn.outvars[0])
     if found is None:
         return None
     cotangent, values = (found.eqn.invars[k] for k in (found.side, 1 - found.side))
-    places = {v: k for k, v in _places(found.eqn, found.side).items()}
+    places = {v: k for k, v in places_of(found.eqn, found.side).items()}
     given, scale = [], ()
     if found.factor:
         if not all(d in places for d in found.factor[1]):
@@ -384,17 +392,17 @@ def _scaled_cotangent(here: _Body, eqn: Any) -> list[Any] | None:
         factor = None
         if found.factor:
             factor = (more[0] if more else found.factor[0].val), scale
-        c = _scaled(c, found.negative, factor)
+        c = scaled(c, found.negative, factor)
         out = _multiplied(found.eqn, 1 - found.side, v, c)
         order = found.axes
         out = out.transpose(order) if order != tuple(sorted(order)) else out
         return [out.astype(eqn.outvars[0].aval.dtype)]
 
-    made = _inserted(eqn, code, [cotangent, values, *given])
+    made = in_place_of(eqn, code, [cotangent, values, *given])
     return made and made[0]
 
 
-def _factors_gradient(here: _Body, eqn: Any) -> list[Any] | None:
+def factors_gradient(here: Body, eqn: Any) -> list[Any] | None:
     """The gradient of a factor, as a sum over results and not over weights."""
     if eqn.primitive.name != "reduce_sum":
         return None
@@ -404,7 +412,7 @@ def _factors_gradient(here: _Body, eqn: Any) -> list[Any] | None:
     for one, other in (product.invars, product.invars[::-1]):
         for known in here.products:
             if known.weights is one and not _jax.is_literal(other):
-                found = _derivative(here, other)
+                found = derivative(here, other)
                 if found is not None and not found.factor:
                     return _summed(eqn, known, found)
     return None
@@ -424,10 +432,10 @@ def _summed(eqn: Any, known: Product, found: Derivative) -> list[Any] | None:
     gone = [d for d in range(len(cotangent.aval.shape)) if d not in kept]
 
     def code(c: jax.Array, o: jax.Array) -> list[jax.Array]:
-        out = (_scaled(c, found.negative, None) * o).sum(gone)
+        out = (scaled(c, found.negative, None) * o).sum(gone)
         order = [sorted(kept).index(d) for d in kept]
         out = out.transpose(order) if order != sorted(order) else out
         return [out.astype(eqn.outvars[0].aval.dtype)]
 
-    made = _inserted(eqn, code, [cotangent, known.result])
+    made = in_place_of(eqn, code, [cotangent, known.result])
     return made and made[0]
