@@ -695,6 +695,24 @@ def eight_bits() -> str:
     return f"{table((*head, 'TF/s'), rows)}\n\nReproduce with {note}."
 
 
+def by_blocks() -> str:
+    """One row per product with scales of blocks, in microseconds."""
+    data = json.loads(record.named("by_blocks_h200").read_text())
+    cases: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in data["results"]:
+        case = cases.setdefault((", ".join(map(str, row["m, k, n"])), row["kind"]), {})
+        if row["by"] == "as written" or row["default"]:
+            case["written" if row["by"] == "as written" else "ours"] = row
+    rows = [
+        (size, kind, f"{by['written']['us']:.0f}", f"{by['ours']['us']:.0f}",
+         f"`{by['ours']['by']}`")
+        for (size, kind), by in cases.items()
+    ]  # fmt: skip
+    head = ("rows, summed, columns", "numbers", "as written, µs", "ours, µs", "by")
+    note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
+    return f"{table(head, rows)}\n\nReproduce with {note}."
+
+
 def public_suites() -> str:
     """Tests of public packages that ran under both, and how many differ."""
     data = json.loads(record.named("public_suites").read_text())
@@ -725,6 +743,7 @@ TABLES = {
     "structure": structure,
     "running": running,
     "public_suites": public_suites,
+    "by_blocks": by_blocks,
     "eight_bits": eight_bits,
     "group_norms": group_norms,
     "quantized_cache": quantized_cache,

@@ -217,7 +217,8 @@ def _use(name: str, how: InFloat32, dtype: str, numbers: Array, keys: int) -> Us
     wide, of_keys = numbers.shape[3], name == "k"
     tiles = OfDot(keys, wide) if of_keys else OfDot(wide, keys)
     return Use(
-        kinds, (), numbers.dtype.name, "float32", tiles, of_keys, not of_keys, of_keys
+        kinds, (), numbers.dtype.name, "float32", tiles, transposed=of_keys,
+        by_rows=not of_keys, alternating=of_keys,
     )  # fmt: skip
 
 

@@ -63,11 +63,16 @@ def queries(spec: Spec) -> int:
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the default config.
+    """Returns the default config: 128 keys at a time, in one block for a processor.
 
-    Two blocks of threads fit into a processor. One that has it alone computes with four
-    warpgroups: 32 heads of keys of 32768 tokens took 86 µs instead of 97 on an H200.
-    On an H100 they took 109 µs in four parts each, and 135 as clusters of three.
+    On an H200, with 8 heads of keys of 128, and clusters where one sequence has many
+    processors (sequences, tokens; µs)::
+
+                       16 4096    64 4096    4 32768
+        64 keys             42        161         87
+        128 keys            40        152         85
+
+    On an H100 four parts each took 109 µs for 4 sequences, and clusters of three 135.
     """
     b, s, heads, _ = spec.shape("k")
     blocks = -(-s // KEYS) // LEAST
@@ -77,9 +82,11 @@ def default(spec: Spec, device: Device) -> Tiles:
         count, splits = int(count * BUSY), 3
     parts = max(1, min(count // pairs, blocks) // splits)
     config = with_stages(Tiles(4, 2, splits, parts), spec)
-    wide = with_stages(replace(config, stages=8, turns=4), spec)
-    alone = pairs * splits * parts <= processors(device)
-    return wide if alone and fits(wide, spec, device).ok else config
+    if splits == 1:
+        wide = with_stages(replace(config, stages=4, keys=2 * KEYS), spec)
+    else:
+        wide = with_stages(replace(config, stages=8, turns=4), spec)
+    return wide if fits(wide, spec, device).ok else config
 
 
 MANY = 8
@@ -93,7 +100,7 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
     for change in (
         {"turns": 4}, {"turns": 4, "stages": 8}, {"turns": 3, "stages": 9},
         {"splits": 1, "parts": 1}, {"parts": 2 * own.parts}, {"splits": 2},
-        {"keys": 128, "turns": 4, "stages": 4}, {"keys": 128, "turns": 3, "stages": 6},
+        {"keys": 128, "turns": 2, "stages": 4}, {"keys": 128, "turns": 4, "stages": 4},
     ):  # fmt: skip
         found.append(with_stages(replace(own, **change), spec))
     return list(dict.fromkeys(found))

@@ -33,6 +33,9 @@ from rewriter.kernels.shared import pallas_gpu
 if TYPE_CHECKING:
     from jax import Array
 
+REFUSES = jax.__version_info__ >= (0, 12)
+"""Whether JAX refuses slices past the end of an array: up to 0.11 they hold zeros."""
+
 PART = "part"
 """The axis along which blocks share the summed axis."""
 
@@ -217,11 +220,14 @@ class _Block:
                 )
             for part in range(config.chunks):
                 along = pl.ds(pl.multiple_of(row + part * CHUNK, CHUNK), CHUNK)
+                place = left.at[slot * config.chunks + part]
                 rows = x["left"][0].shape[1]
+                if REFUSES and rows > self.lhs.shape[0]:
+                    rows = self.lhs.shape[0]  # products of the others are not stored
+                    place = place.at[pl.ds(0, rows)]
                 plgpu.copy_gmem_to_smem(
-                    self.lhs.at[pl.ds(0, rows), along],
-                    left.at[slot * config.chunks + part], ready,
-                )  # fmt: skip
+                    self.lhs.at[pl.ds(0, rows), along], place, ready
+                )
             for values, place in zip(self.joined, x["joined"], strict=True):
                 group = self.lhs.shape[1] // values.shape[0]
                 across = pl.ds(self.column, config.block_n)

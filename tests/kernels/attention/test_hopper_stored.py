@@ -18,6 +18,7 @@ from rewriter.ops.kernel import spec_of, worth_measuring
 from rewriter.ops.stored import numbers_of
 from tests import slow
 from tests.kernels.ragged.test_hopper_dot import on_hopper
+from tests.support.kernels import simulator
 
 HERE = device.named("h100")
 BEHIND = "float32 *scale"
@@ -126,7 +127,39 @@ USES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int4 and heads of 64": ({"stored": "int4", "h": 64}, {}),
     "a wider result": ({}, {"out_dtype": "float32"}),
     "a scale of scores": ({}, {"scale": 0.088}),
+    "scales of eight heads": ({"n": 16, "heads": 8}, {}),
 }  # fmt: skip
+
+
+def wanted(given: dict[str, Any], params: dict[str, Any]) -> np.ndarray:
+    """The result in float32, of the stored numbers."""
+    wide = {n: jnp.asarray(x) for n, x in given.items()}
+    wide["q"] = wide["q"].astype("float32")
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(STORED.reference(**wide, **params), np.float64)
+
+
+SIMULATED = [
+    ("lengths", BEHIND, Tiles(4, 2, keys=128)), ("uint4", NARROW, Tiles(4, 2, 2, 3)),
+    *[(name, widen, Tiles(4, 2, 1, 2, keys=128)) for name in USES
+      for widen in (BEHIND, ONCE)],
+    ("scales of eight heads", BEHIND, Tiles(2, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "widen", "config"), slow.first(2, SIMULATED, several=True), ids=str
+)
+def test_simulated(name: str, widen: str, config: Tiles) -> None:
+    """The kernel's turns: a Python thread per warpgroup, one block after the other."""
+    sizes, params = USES[name]
+    given = make(**sizes, scale="bfloat16" if widen == NARROW else "float32")
+    params = {"scale": 0.1, **params, "widen_k": widen, "widen_v": widen}
+    with simulator.simulated_stored_attention():
+        got = KERNEL.forward(**given, **params, config=config)
+    want = wanted(given, params)
+    limit = 2**-7 * np.abs(want).max()
+    np.testing.assert_allclose(np.asarray(got, "f8"), want, rtol=0, atol=limit)
 
 
 @pytest.mark.gpu
@@ -142,10 +175,7 @@ def test_numbers(name: str, widen: str, config: Tiles | None) -> None:
     assert hopper_stored.supports(use).ok, hopper_stored.supports(use)
     config = config or hopper_stored.default(use, HERE)
     got = jax.jit(functools.partial(KERNEL.forward, **params, config=config))(**given)
-    wide = {n: jnp.asarray(x) for n, x in given.items()}
-    wide["q"] = wide["q"].astype("float32")
-    with jax.default_matmul_precision("highest"):
-        want = np.asarray(STORED.reference(**wide, **params), np.float64)
+    want = wanted(given, params)
     assert got.shape == want.shape
     assert got.dtype == (params.get("out_dtype") or "bfloat16")
     got = np.asarray(got, np.float64)

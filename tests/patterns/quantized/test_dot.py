@@ -38,6 +38,9 @@ GIVEN = {
     "u4": drawn((K, N), "uint4"),
     "e4": drawn((K, N), "float8_e4m3fn"),
     "e5": drawn((K, N), "float8_e5m2"),
+    "f4": drawn((K, N), "float4_e2m1fn"),
+    "e8": R.integers(117, 125, (G, N)).astype("uint8"),
+    "s8": R.uniform(0.5, 2, (K // 16, N)).astype("float8_e4m3fn"),
     "p": R.integers(-128, 128, (K // 2, N)).astype("int8"),
     "pu": R.integers(0, 256, (K // 2, N)).astype("uint8"),
     "s": R.uniform(0.01, 0.03, (N,)).astype("float32"),
@@ -143,6 +146,36 @@ def absmax_scaled_outside(x, q, s):
 @spelling("float32 /scale bfloat16")
 def divided(x, q, s):
     return x @ (q.astype(F32) / s).astype(BF)
+
+
+@spelling("float32 *scale bfloat16")
+def mxfp4(x, f4, e8):
+    s = jnp.exp2(e8.astype(F32) - 127)
+    return x @ (f4.astype(F32) * jnp.repeat(s, K // G, 0)).astype(BF)
+
+
+@spelling("float32 *scale bfloat16")
+def mxfp8(x, e4, e8):
+    s = lax.bitcast_convert_type(e8.astype(jnp.uint32) << 23, F32)
+    parts = e4.astype(F32).reshape(G, -1, N) * s[:, None]
+    return x @ parts.reshape(K, N).astype(BF)
+
+
+@spelling("float32 *scale bfloat16")
+def nvfp4(x, f4, s8, one):
+    parts = f4.astype(F32).reshape(K // 16, 16, N) * (s8.astype(F32) * one)[:, None]
+    return x @ parts.reshape(K, N).astype(BF)
+
+
+@spelling("bfloat16 *scale")
+def nvfp4_in_16_bits(x, f4, s8):
+    return x @ (f4.astype(BF) * jnp.repeat(s8.astype(BF), 16, 0))
+
+
+@spelling("float32 *scale bfloat16")
+def blocks_by_broadcast(x, e4, block):
+    s = jnp.broadcast_to(block[:, None, :, None], (2, K // 2, 3, N // 3))
+    return x @ (e4.astype(F32) * s.reshape(K, N)).astype(BF)
 
 
 @spelling("bfloat16 *scale")

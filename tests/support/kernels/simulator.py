@@ -41,6 +41,10 @@ from rewriter.kernels.attention.hopper_decode import decode, kernel, merge, work
 from rewriter.kernels.attention.hopper_latent import decode as latent_decode
 from rewriter.kernels.attention.hopper_latent import kernel as latent_kernel
 from rewriter.kernels.attention.hopper_latent import merge as latent_merge
+from rewriter.kernels.attention.hopper_stored import (
+    instructions as stored_instructions,
+)
+from rewriter.kernels.attention.hopper_stored import kernel as stored_attention
 from rewriter.kernels.cross_entropy import hopper_rows
 from rewriter.kernels.group_norm import hopper_kernel as group_norm_kernel
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
@@ -214,10 +218,17 @@ def _multiply_stored(
         for x, group in zip(joined, groups, strict=True)
     ]
     values = [
-        x.view().astype(np.float32)[at] for x, at in zip(joined, places, strict=True)
+        x.view().astype(np.float32)[0][:, None]
+        if use.by_rows
+        else x.view().astype(np.float32)[at]
+        for x, at in zip(joined, places, strict=True)
     ]
     wide = _after_steps(numbers, use.steps.steps, values).astype(use.steps.dtype)
     rows = np.concatenate([x.view() for x in left], 1).astype(np.float32)
+    if use.alternating:
+        count = 8 if "4" in use.stored and "8" not in use.stored else 4
+        order = np.asarray(few_rows.alternating(jax.numpy.arange(rows.shape[1]), count))
+        rows = rows[:, np.argsort(order)]
     product = (rows @ wide.astype(np.float32)).T
     return [
         x + y for x, y in zip(sums, product.reshape(len(sums), 64, -1), strict=True)
@@ -279,6 +290,61 @@ def simulated_few_rows() -> Iterator[None]:
         patch.setattr(instructions, "add_joined", _add_joined)
         patch.setattr(totals, "store_sums", store_sums)
         patch.setattr(totals, "add_up", add_up)
+        yield
+
+
+@contextmanager
+def simulated_stored_attention() -> Iterator[None]:
+    """Within, that of few queries against stored keys does; clusters block by block."""
+    before: dict[int, list[tuple[np.ndarray, ...]]] = {}
+
+    def combine(
+        partial: Reference, stats: Reference, out: Reference, lse: Reference | None,
+        splits: int, zero: bool,
+    ) -> None:  # fmt: skip
+        if HERE.warpgroup:
+            return
+        own = before.setdefault(HERE.program, [])
+        own += zip(partial.view().copy(), stats.view().copy(), strict=True)
+        if HERE.part < splits - 1:
+            return
+        parts, tops = (np.stack(x) for x in zip(*before.pop(HERE.program), strict=True))
+        highest, count = tops[:, 0].max(0), out.shape[0]
+        fade = np.exp2(tops[:, 0] - highest)
+        total = (tops[:, 1] * fade).sum(0)
+        made = (parts * fade[..., None]).sum(0) / total[:, None]
+        if zero:
+            made = np.where(highest[:, None] == -np.inf, 0.0, made)
+        out[...] = made[:count].astype(out.dtype)
+        if lse is not None:
+            logs = np.log2(total) + highest
+            lse[...] = np.where(highest == -np.inf, highest, logs)[:count]
+
+    def over_keys(x: np.ndarray, scratch: Reference, verb: str) -> np.ndarray:
+        del scratch
+        return np.broadcast_to({"max": np.max, "add": np.sum}[verb](x, 0), x.shape)
+
+    def store_sums(sums: list[np.ndarray], partial: Reference, use: Any) -> None:
+        del use
+        partial[...] = np.concatenate(sums).T
+
+    with _replaced((stored_attention, pallas), pallas_gpu) as patch:
+        _replace_shims(patch)
+        patch.setattr(pallas_gpu, "zeros", lambda shape: np.zeros(shape, np.float32))
+        as_it_is = lambda x, layout, optimized=True: x.view().copy()
+        patch.setattr(pallas_gpu, "loaded", as_it_is)
+        every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
+        patch.setattr(threads, "meet", every)
+        patch.setattr(instructions, "multiply", _multiply_stored)
+        patch.setattr(totals, "store_sums", store_sums)
+        own = stored_instructions
+        patch.setattr(own, "over_keys", over_keys)
+        stored = lambda x, place: place.__setitem__(..., x.T.astype(place.dtype))
+        patch.setattr(own, "store_weights", stored)
+        patch.setattr(
+            own, "store_columns", lambda x, place: place.__setitem__(..., x[0])
+        )
+        patch.setattr(own, "combine", combine)
         yield
 
 
