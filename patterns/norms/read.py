@@ -64,7 +64,7 @@ def propose_group_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
 def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
     if anchor.prim == "pow":
         e = find.graph.scalar(anchor.ins[1])
-        if e is None or abs(abs(e) - 0.5) > 1e-6:
+        if e is None or abs(e) != 0.5:
             return
     if find.known_empty(op, anchor):
         return

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.dtypes import TypePromotionError
 
 from rewriter import _jax
 from rewriter.algebra.canonicalize import Evaluator, NeedSplit, kind_of
@@ -50,6 +51,12 @@ def check(graph: Graph, op: Op, reading: Reading) -> tuple[Spec | None, Refused 
         return None, refusal.with_traceback(None)
     except OverBudget as error:
         return None, unproved(error, 0.7)
+    except TypePromotionError:
+        text = (
+            f"{op.name} does not take such operands: JAX widens no 8-bit floats itself"
+        )
+        advice = "cast them to 16 bits"
+        return None, Refused("dtype", text, score=0.6, suggestion=advice)
     if not difference:
         return spec, None
     return None, Refused(

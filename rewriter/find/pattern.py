@@ -216,6 +216,9 @@ def pattern(
         return lambda fn: pattern(
             fn, dims=dims, params=params, name=name, sample=sample
         )
+    if not callable(fn):
+        wanted = "a function of the operands"
+        raise PatternError(f"pattern got {fn!r}", wanted=wanted, where=caller())
     label, where = name or fn.__name__, source_line(fn)
     operands, letters = parsed(fn, label, dims, where)
     holes = dict(params or {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
 
@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr
 from rewriter import _jax
 from rewriter.choose.planner import target_of
 from rewriter.config import OPTIONS, current, disabled, explaining, in_step, resolve
-from rewriter.errors import RewriterError, RewriterWarning, caller
+from rewriter.errors import ConfigError, RewriterError, RewriterWarning, caller
 from rewriter.frameworks import equinox_modules, nnx_state
 from rewriter.measure.sources import check_tuned
 from rewriter.ops import device
@@ -367,6 +367,9 @@ def with_patterns(
     """The options with ``patterns`` as text, and the pattern objects in it."""
     if patterns is None:
         return dict(options), ()
+    if not isinstance(patterns, Iterable):
+        wanted = "names, patterns, or a sequence of both"
+        raise ConfigError(f"patterns={patterns!r}", wanted=wanted, where=caller())
     parts = [patterns] if isinstance(patterns, str) else list(patterns)
     names = [p for p in parts if isinstance(p, str)]
     objects = tuple(p for p in parts if not isinstance(p, str))

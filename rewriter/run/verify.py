@@ -17,7 +17,7 @@ import numpy as np
 
 from rewriter import _jax
 from rewriter.config import in_step, resolve
-from rewriter.errors import VerificationFailed
+from rewriter.errors import ConfigError, VerificationFailed, caller
 from rewriter.program import trace
 from rewriter.program.placement import placed
 from rewriter.reports.report import Report
@@ -157,12 +157,14 @@ def verify(
 
     Raises:
         TraceError: If ``fn`` cannot be traced; JAX's error is chained.
+        ConfigError: For an unknown option or value.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
         >>> rewriter.verify(lambda x: x + 1, grad=True)(jnp.ones(3)).ok
         True
     """
+    _require_kinds(grad, draws)
     fn, ours, static = trace.options_in_force(fn, options)
 
     @in_step
@@ -185,6 +187,16 @@ def verify(
         return replace(made, drawn=shapes)
 
     return run
+
+
+def _require_kinds(grad: Any, draws: Any) -> None:
+    """Refuses options of `verify` that are not of their kind."""
+    if not isinstance(grad, bool):
+        wanted = "True or False"
+        raise ConfigError(f"grad={grad!r}", wanted=wanted, where=caller())
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 0:
+        wanted = "a whole number, 0 or more"
+        raise ConfigError(f"draws={draws!r}", wanted=wanted, where=caller())
 
 
 def _pairs(call: Any, options: dict[str, Any], leaves: list[Any]) -> list[Pair]:

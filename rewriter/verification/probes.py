@@ -274,7 +274,8 @@ def with_numbers(leaves: Sequence[Any], seed: int = 0) -> list[Any]:
         [[0, 1, 2], [0, 1, 2]]
     """
     random, arrays = np.random.default_rng(seed), []
-    sizes = [n for x in leaves if is_float(x) for n in np.shape(x)[-2:] if n > 1]
+    shaped = [x for x in leaves if hasattr(x, "dtype")]
+    sizes = [n for x in shaped if is_float(x) for n in x.shape[-2:] if n > 1]
     for x in leaves:
         if not isinstance(x, jax.ShapeDtypeStruct):
             arrays.append(x)

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from tests.soundness import (
     attention,
     complex_values,
+    differences,
     functions,
+    group_norms,
     lookups,
     losses,
+    mutants,
     norms,
     packed,
     quantized,
@@ -30,6 +33,9 @@ KINDS: dict[str, Callable[[int], Program]] = {
     "quantized": quantized.program,
     "packed": packed.program,
     "complex": complex_values.program,
+    "group": group_norms.program,
+    "difference": differences.program,
+    "mutant": mutants.program,
 }
 TURNS = ("mask", "operand", "mask", "norm", "mask", "operand", "norm", "unit", "ragged")
 """Kinds as they take turns; masks have most to go wrong. The others are asked for."""

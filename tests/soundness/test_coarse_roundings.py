@@ -101,6 +101,7 @@ def others(r: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "norm": lambda x, g: r(x * rsqrt(mean_square(x) + 1e-6) * g) * 2,
         "too large": lambda x, g: r(x * rsqrt(mean_square(x) + 1e-6) * 400) * g,
         "groups": lambda x, g: groups(r, x) * g,
+        "row": lambda x, g: root(r(x)) * g,
     }
     unit = {
         "gate": lambda x, a, b: silu(r(x @ a)) * (x @ b),

@@ -10,6 +10,7 @@ from fractions import Fraction
 import jax.numpy as jnp
 import numpy as np
 
+from rewriter.algebra.canonicalize.constants import in_dtype
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.evaluator import RULES, Evaluator, rule
 from rewriter.algebra.canonicalize.infinities import is_row_maximum, may_be_infinite
@@ -262,8 +263,9 @@ def _pow(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     if math.isfinite(e) and e == int(e):
         return _whole_power(ev, node.ins[0], args, mode, int(e))
     exact = Fraction(e).limit_denominator(64)
-    if abs(float(exact) - e) > 1e-6:
-        return ev.alg.power(a, e)
+    near = abs(float(exact) - e) <= 1e-6
+    if not near or float(in_dtype(float(exact), ev.g.dtype(node.ins[1]))) != e:
+        return ev.alg.power(a, e)  # no rounding of the fraction
     return ev.alg.power(a, int(exact) if exact.denominator == 1 else exact)
 
 
