@@ -128,7 +128,9 @@ class Body:
     def all_terms(self, atom: Any, negative: bool = False) -> list[Term] | None:
         """The softmaxes, or parts of some, that add up to an array; None for others."""
         eqn = self.maker(atom)
-        if eqn is not None and _is_rounding(eqn):
+        if eqn is not None and not computes_in(eqn):
+            return None
+        if eqn is not None and eqn.primitive.name == "convert_element_type":
             found = self.all_terms(eqn.invars[0], negative)
             if found and len(found) > 1:
                 return found
@@ -190,13 +192,11 @@ class Body:
         return eqn is not None and eqn.primitive.name == "exp"
 
 
-def _is_rounding(eqn: Any) -> bool:
-    """Whether an equation rounds to floats that a kernel computes in.
+def computes_in(eqn: Any) -> bool:
+    """Returns whether an equation's result has a dtype that a kernel computes in.
 
     A sum that is rounded to integers, or to 8 bits, is not the sum of its terms so.
     """
-    if eqn.primitive.name != "convert_element_type":
-        return False
     dtype = eqn.outvars[0].aval.dtype
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize > 1
 

@@ -29,6 +29,7 @@ from rewriter.program.prepare.differences_of_softmaxes import (
     Derivative,
     Product,
     Term,
+    computes_in,
     derivative,
     factors_gradient,
     in_place_of,
@@ -140,6 +141,8 @@ def _part(here: Body, atom: Any) -> tuple[Any, Parts, int] | None:
     """The array that an array is a part of, how it is cut, and the part's number."""
     eqn, gone = here.maker(atom), ()
     while eqn is not None and eqn.primitive.name == "convert_element_type":
+        if not computes_in(eqn):
+            return None
         eqn = here.maker(eqn.invars[0])
     if eqn is not None and eqn.primitive.name == "squeeze":
         gone, eqn = eqn.params["dimensions"], here.maker(eqn.invars[0])

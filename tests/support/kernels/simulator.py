@@ -299,16 +299,18 @@ def simulated_stored_attention() -> Iterator[None]:
     before: dict[int, list[tuple[np.ndarray, ...]]] = {}
 
     def combine(
-        partial: Reference, stats: Reference, out: Reference, lse: Reference | None,
-        splits: int, zero: bool,
+        partial: machine.Reference, stats: machine.Reference, out: machine.Reference,
+        lse: machine.Reference | None, splits: int, zero: bool,
     ) -> None:  # fmt: skip
-        if HERE.warpgroup:
+        if machine.HERE.warpgroup:
             return
-        own = before.setdefault(HERE.program, [])
+        own = before.setdefault(machine.HERE.program, [])
         own += zip(partial.view().copy(), stats.view().copy(), strict=True)
-        if HERE.part < splits - 1:
+        if machine.HERE.part < splits - 1:
             return
-        parts, tops = (np.stack(x) for x in zip(*before.pop(HERE.program), strict=True))
+        parts, tops = (
+            np.stack(x) for x in zip(*before.pop(machine.HERE.program), strict=True)
+        )
         highest, count = tops[:, 0].max(0), out.shape[0]
         fade = np.exp2(tops[:, 0] - highest)
         total = (tops[:, 1] * fade).sum(0)
@@ -320,11 +322,13 @@ def simulated_stored_attention() -> Iterator[None]:
             logs = np.log2(total) + highest
             lse[...] = np.where(highest == -np.inf, highest, logs)[:count]
 
-    def over_keys(x: np.ndarray, scratch: Reference, verb: str) -> np.ndarray:
+    def over_keys(x: np.ndarray, scratch: machine.Reference, verb: str) -> np.ndarray:
         del scratch
         return np.broadcast_to({"max": np.max, "add": np.sum}[verb](x, 0), x.shape)
 
-    def store_sums(sums: list[np.ndarray], partial: Reference, use: Any) -> None:
+    def store_sums(
+        sums: list[np.ndarray], partial: machine.Reference, use: Any
+    ) -> None:
         del use
         partial[...] = np.concatenate(sums).T
 
@@ -333,7 +337,7 @@ def simulated_stored_attention() -> Iterator[None]:
         patch.setattr(pallas_gpu, "zeros", lambda shape: np.zeros(shape, np.float32))
         as_it_is = lambda x, layout, optimized=True: x.view().copy()
         patch.setattr(pallas_gpu, "loaded", as_it_is)
-        every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
+        every = lambda: machine.HERE.block.meet(range(len(machine.HERE.block.turns)))
         patch.setattr(threads, "meet", every)
         patch.setattr(instructions, "multiply", _multiply_stored)
         patch.setattr(totals, "store_sums", store_sums)
