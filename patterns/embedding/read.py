@@ -7,7 +7,8 @@ Looks like a gather, or a scatter-add, of whole rows, by one id each. Rows are m
 Must hold  rows that are added may collide: the program does not say that ids differ.
            Ids that count up, as positions do, are proved to do so. A lookup is read
            for the sake of the gradient that JAX may make of it: where rows have 16
-           bits, and the program holds no gradient of a lookup.
+           bits, and the program holds no gradient of a lookup. Stacks of tables, and
+           rows of heads, must be arguments.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import jax.numpy as jnp
 
 from rewriter.algebra.canonicalize import (
     LAYOUT,
+    LAYOUT_PRIMITIVES,
+    TRANSPARENT,
     is_lossless,
     row_axes,
     row_order,
@@ -40,6 +43,11 @@ SUMS, LOOKUP = "embedding", "embedding_lookup"
 USUAL = {SUMS: "drop", LOOKUP: "nan"}
 """What becomes of ids that name no row, unless said otherwise."""
 
+_KEEPING = frozenset(
+    {"convert_element_type", "dynamic_slice", "slice"} | LAYOUT_PRIMITIVES | TRANSPARENT
+)
+"""Equations whose results are part of their first operand."""
+
 ADDS, TAKES = frozenset({"scatter-add"}), frozenset({"gather"})
 
 
@@ -57,8 +65,12 @@ def propose_lookup(find: Finder, anchor: Node) -> Iterator[Reading]:
     """
     if not _is_of_rows(find, anchor) or len(row_axes(anchor).window) > 2:
         return
+    axes = row_axes(anchor)
+    plain = len(axes.window) == 1 and not axes.batch
     narrow = find.graph.dtype(anchor.outs[0]).itemsize == 2
-    if narrow and not _is_differentiated(find, anchor):
+    if not narrow or not (plain or _is_given(find.graph, anchor.ins[0])):
+        return
+    if not _is_differentiated(find, anchor):
         yield from _proposed(find, anchor, LOOKUP)
 
 
@@ -66,6 +78,18 @@ def _is_of_rows(find: Finder, node: Node) -> bool:
     axes = row_axes(node)
     floating = jnp.issubdtype(find.graph.dtype(node.outs[0]), jnp.floating)
     return axes is not None and bool(axes.window) and floating
+
+
+def _is_given(graph: Graph, value: int) -> bool:
+    """Whether a value is an argument, or part of one, in another layout or dtype.
+
+    Weights are. XLA gathers from values that a program computes in the layout in which
+    they lie, and our rows would have to be laid out first.
+    """
+    node = graph.node_of(value)
+    while node is not None and node.prim in _KEEPING:
+        node = graph.node_of(node.ins[0])
+    return node is None
 
 
 def _is_differentiated(find: Finder, lookup: Node) -> bool:
