@@ -287,5 +287,5 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 KERNEL = HOPPER.kernel(
     STORED.name, forward, None, supports,
     Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
-    Space(Tiles, default, configs, fits), swaps=(("k", 1, 2), ("v", 1, 2)),
+    Space(Tiles, default, configs, fits), swaps=(("k", 1, 2), ("v", 1, 2)), version=2,
 )  # fmt: skip
