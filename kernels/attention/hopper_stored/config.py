@@ -71,8 +71,8 @@ def default(spec: Spec, device: Device) -> Tiles:
         128 keys                             39        150         76         31
         and no more than two in a cluster                          75         27
 
-    For the columns on the right several blocks share a sequence's keys of a head: those
-    of 4 sequences are clusters of two, and those of one are merged by XLA.
+    On the right several blocks share a sequence's keys of a head. Those of 4 sequences
+    are clusters of two. Those of one are all merged by XLA.
     """
     b, s, heads, _ = spec.shape("k")
     blocks = -(-s // KEYS) // LEAST
