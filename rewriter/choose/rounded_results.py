@@ -8,8 +8,8 @@ a product. RMS norms of 8192 rows with such a rounding took on an H200, in µs
 (``tests/bench/results/rounded_norms_h200.json``)::
 
     columns     XLA     with the norm's kernel
-    4096         67      96
-    8192        132     190
+    4096         69     101
+    8192        141     197
 """
 
 from __future__ import annotations

@@ -105,11 +105,8 @@ def measured(
         })  # fmt: skip
     times = timing.measure(programs, sets, turns)
     for row, t in zip(rows, times, strict=True):
-        row["us"] = round(1e6 * t.median, 1)
-        row["sigma_us"] = round(1e6 * t.sigma, 1)
         row["tflops"] = round(2e-12 * m * k * n / t.median)
-        row["method"] = t.method
-    return sorted(rows, key=lambda row: row["us"])
+    return record.with_times(rows, times)
 
 
 def main() -> None:

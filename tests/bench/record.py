@@ -6,11 +6,13 @@ import datetime
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from rewriter.hardware import conditions
+from rewriter.hardware.timing import Samples
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -60,3 +62,17 @@ def write(path: pathlib.Path, command: str, **figures: Any) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def with_times(
+    rows: Sequence[dict[str, Any]], times: Sequence[Samples]
+) -> list[dict[str, Any]]:
+    """Returns rows of a record with their times in microseconds, the fastest first."""
+    made = [
+        {
+            **row, "us": round(1e6 * t.median, 1), "sigma_us": round(1e6 * t.sigma, 1),
+            "method": t.method,
+        }
+        for row, t in zip(rows, times, strict=True)
+    ]  # fmt: skip
+    return sorted(made, key=lambda row: row["us"])

@@ -57,17 +57,11 @@ def measured(kind: str, m: int, d: int, turns: int) -> list[dict[str, Any]]:
     programs = [jax.jit(f).lower(*sets[0]).compile() for f in ways.values()]
     for program in programs:
         jax.block_until_ready(program(*sets[0]))
-    rows = []
     bandwidth = device.attached().bandwidth
-    times = timing.measure(programs, sets, turns)
-    for by, t in zip(ways, times, strict=True):
-        rows.append({
-            "rows": m, "columns": d, "kind": kind, "by": by,
-            "us": round(1e6 * t.median, 1), "sigma_us": round(1e6 * t.sigma, 1),
-            "limit_us": bandwidth and round(3e6 * m * d / bandwidth, 1),
-            "method": t.method,
-        })  # fmt: skip
-    return sorted(rows, key=lambda row: row["us"])
+    limit = bandwidth and round(3e6 * m * d / bandwidth, 1)
+    case = {"rows": m, "columns": d, "kind": kind, "limit_us": limit}
+    rows = [{**case, "by": by} for by in ways]
+    return record.with_times(rows, timing.measure(programs, sets, turns))
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rewriter.kernels.shared.hopper import (
-    BUSY,
     SHARED_MEMORY,
     processors,
     with_stages,
@@ -63,34 +62,25 @@ def queries(spec: Spec) -> int:
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the default config: 128 keys at a time, in one block for a processor.
+    """Returns the default config: a block of threads for each processor, and no more.
 
-    On an H200, with 8 heads of keys of 128, and clusters where one sequence has many
-    processors (sequences, tokens; µs)::
+    On an H200, with 8 heads of keys of 128, µs by sequences and tokens::
 
-                       16 4096    64 4096    4 32768
-        64 keys             42        161         87
-        128 keys            40        152         85
+                                        16 4096    64 4096    4 32768    1 32768
+        64 keys at a time                    41        157         78         34
+        128 keys                             39        150         76         31
+        and no more than two in a cluster                          75         27
 
-    On an H100 four parts each took 109 µs for 4 sequences, and clusters of three 135.
+    On the right several blocks share a sequence's keys of a head. Those of 4 sequences
+    are clusters of two. Those of one are all merged by XLA.
     """
     b, s, heads, _ = spec.shape("k")
     blocks = -(-s // KEYS) // LEAST
-    count, pairs = processors(device), max(1, b * heads)
-    splits = 1
-    if min(count // pairs, blocks) >= MANY:
-        count, splits = int(count * BUSY), 3
-    parts = max(1, min(count // pairs, blocks) // splits)
-    config = with_stages(Tiles(4, 2, splits, parts), spec)
-    if splits == 1:
-        wide = with_stages(replace(config, stages=4, keys=2 * KEYS), spec)
-    else:
-        wide = with_stages(replace(config, stages=8, turns=4), spec)
+    parts = max(1, min(processors(device) // max(1, b * heads), blocks))
+    splits = 2 if parts in (2, 4) else 1
+    config = with_stages(Tiles(4, 2, splits, parts // splits), spec)
+    wide = with_stages(replace(config, stages=4, keys=2 * KEYS), spec)
     return wide if fits(wide, spec, device).ok else config
-
-
-MANY = 8
-"""Blocks of threads of the same queries from which on clusters add up first."""
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
@@ -98,9 +88,9 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
     own = default(spec, device)
     found = [own]
     for change in (
-        {"turns": 4}, {"turns": 4, "stages": 8}, {"turns": 3, "stages": 9},
+        {"keys": KEYS}, {"keys": KEYS, "turns": 4, "stages": 8},
         {"splits": 1, "parts": 1}, {"parts": 2 * own.parts}, {"splits": 2},
-        {"keys": 128, "turns": 2, "stages": 4}, {"keys": 128, "turns": 4, "stages": 4},
+        {"turns": 4},
     ):  # fmt: skip
         found.append(with_stages(replace(own, **change), spec))
     return list(dict.fromkeys(found))
