@@ -65,7 +65,7 @@ NARROW = {
 to 0.8 of XLA's time on an H100 and an H200, RMS norms 0.72 to 0.76 on an H200
 (``tests/bench/results/choices_h100.json``, ``choices_h200.json``). Of up to 256
 columns, tiles took 0.39 to 0.56 for layer norms, and 0.82 for RMS norms of 128
-(``tests/bench/results/choices_small_h200.json``)."""
+(``tests/bench/results/narrow_norms_h200.json``)."""
 
 FORWARD_COLUMNS, FORWARD_BYTES = range(512, 1024), 24 << 20
 """Columns and the fewest bytes of which a forward pays. Alone, layer norms took 0.78 to

@@ -404,7 +404,6 @@ class _Backward(_Tiles):
             for i, value in enumerate(parts):
                 columns = pl.ds(i * half, half)
                 place = self.refs["sums"].at[k, self.lane, :, columns]
-                total = pallas_gpu_tiles.over_lanes(value)
-                pallas_gpu.store_rows(place, total)
+                pallas_gpu.store_rows(place, value)
         if "epsilon" in self.refs:
             pallas_gpu.store_rows(self.refs["depsilon"].at[self.lane], epsilon)

@@ -11,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from rewriter.kernels.shared import pallas_gpu
 from rewriter.kernels.shared.pallas_gpu import ACCUMULATOR, ROWS
-from rewriter.kernels.shared.register_tiles import by_number, mapped
 
 if TYPE_CHECKING:
     from jax import Array
@@ -79,37 +77,8 @@ def row_pairs(x: Array) -> Array:
     return emit(x)
 
 
-def over_lanes(x: Array) -> Array:
-    """Returns sums over the eight lanes of a warp that have a column, in each of them.
-
-    Args:
-        x: float32 [64, n].
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR,),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=ACCUMULATOR),
-    )
-    def emit(context: Any, x: Any) -> Any:
-        del context
-        kind = ir.F32Type.get()
-
-        def total(value: Any) -> Any:
-            for distance in (4, 8, 16):
-                text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-                other = llvm.inline_asm(
-                    kind, [value], text, "=f,f", has_side_effects=True
-                )
-                value = arith.addf(value, other)
-            return value
-
-        return mapped(lambda register: by_number(total, kind, register), x)
-
-    return emit(x)
-
-
 def columns_of_pairs(parts: Array) -> Array:
-    """Returns the sums over all rows of what `row_pairs` and `over_lanes` summed.
+    """Returns the sums over all rows of what `row_pairs` summed.
 
     Args:
         parts: float32 [arrays, tiles, 64, n / 2], in global memory.
@@ -119,9 +88,9 @@ def columns_of_pairs(parts: Array) -> Array:
 
     Example:
         >>> columns_of_pairs(jnp.ones((1, 3, 64, 8))).tolist()[0][:2]
-        [12.0, 12.0]
+        [96.0, 96.0]
     """
     count, tiles, _, half = parts.shape
     # warps, two rows of a lane, eight lanes of a column, groups of 16 columns
-    apart = parts.reshape(count, tiles, 4, 2, 8, half // 8, 8)[:, :, :, :, 0]
-    return apart.sum((1, 2)).swapaxes(1, 2).reshape(count, 2 * half)
+    apart = parts.reshape(count, tiles, 4, 2, 8, half // 8, 8)
+    return apart.sum((1, 2, 4)).swapaxes(1, 2).reshape(count, 2 * half)

@@ -377,15 +377,8 @@ def _replace_tiles(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tiles, "zeros", lambda shape: np.zeros(shape, np.float32))
     patch.setattr(tiles, "row_positions", lambda: np.arange(tiles.HEIGHT))
     patch.setattr(tiles, "row_pairs", _row_pairs)
-    patch.setattr(tiles, "over_lanes", _over_lanes)
     patch.setattr(pallas_gpu, "loaded", lambda x, layout, **_: x.view().copy())
     patch.setattr(pallas_gpu, "store_rows", lambda x, value: x.__setitem__(..., value))
-
-
-def _over_lanes(x: np.ndarray) -> np.ndarray:
-    """Sums over eight lanes, in each of them."""
-    apart = x.reshape(8, 8, -1)  # warps with two rows, lanes, columns
-    return np.broadcast_to(apart.sum(1, keepdims=True), apart.shape).reshape(x.shape)
 
 
 def _row_pairs(x: np.ndarray) -> np.ndarray:
