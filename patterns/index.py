@@ -28,8 +28,8 @@ LOOK_ALIKES = "look_alikes"
 """The module with words about operations that no pattern finds."""
 
 COUNTED = (
-    "attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot",
-    "linear_cross_entropy", "cross_entropy", "embedding",
+    "attention", "layer_norm", "rms_norm", "group_norm", "gated_linear_unit",
+    "ragged_dot", "linear_cross_entropy", "cross_entropy", "embedding",
 )  # fmt: skip
 """What a report counts even where there is none. Forms count as their general op, and
 composites as their parts."""

@@ -81,6 +81,7 @@ def test_ascii_twin():
 
 def test_counts():
     assert REPORT.counts()["attention"] == 24
+    assert REPORT.counts()["group_norm"] == 0  # counted where there is none
     assert REPORT.counts(repeats=False)["attention"] == 1
     assert REPORT.counts(repeats=False)["rms_norm"] == 2
     assert REPORT.counts(backward=True)["attention"] == 0
