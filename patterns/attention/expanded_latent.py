@@ -19,7 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
+from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, is_coarse
 from rewriter.algebra.canonicalize.contraction import dot_arguments
 from rewriter.algebra.normal_form import Algebra, Index, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
@@ -288,8 +288,9 @@ def _above_layout(
         if node is None or node.prim in ("concatenate", "dot_general"):
             break
         if node.prim == "convert_element_type":
-            kinds = (find.graph.dtype(v) for v in (value, node.ins[0]))
-            if not all(jnp.issubdtype(kind, jnp.floating) for kind in kinds):
+            kinds = [find.graph.dtype(v) for v in (value, node.ins[0])]
+            floats = all(jnp.issubdtype(kind, jnp.floating) for kind in kinds)
+            if not floats or is_coarse(kinds[0]):
                 break
             value = node.ins[0]
             continue

@@ -36,7 +36,9 @@ def test_programs_compute_the_same(case: int) -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("kind", ["loss", "lookup", "score", "quantized", "complex"])
+@pytest.mark.parametrize(
+    "kind", ["loss", "lookup", "score", "quantized", "complex", "group"]
+)
 @pytest.mark.parametrize(("first", "ways"), [(0, (FORWARD,)), (15, WAYS)])
 def test_kinds_that_are_asked_for(kind: str, first: int, ways: Sequence[Way]) -> None:
     """Kinds that take no turns among the others."""

@@ -257,10 +257,26 @@ def a_matrix_of_each_sequence(q, c, wk, wv, lengths):
     return attend(q, k, made(c, wk[0], wv)[1], lengths)
 
 
+def keys_in_8_bits(q, c, wk, wv, lengths):
+    k, v = made(c, wk, wv)
+    return attend(q, k.astype(jnp.float8_e4m3fn).astype(k.dtype), v, lengths)
+
+
+def values_in_8_bits(q, c, wk, wv, lengths):
+    k, v = made(c, wk, wv)
+    return attend(q, k, v.astype(jnp.float8_e5m2).astype(v.dtype), lengths)
+
+
+def keys_of_whole_numbers(q, c, wk, wv, lengths):
+    k, v = made(c, wk, wv)
+    return attend(q, k.astype(jnp.int8).astype(k.dtype), v, lengths)
+
+
 REFUSED = (
     values_of_other_rows, values_of_turned_rows, keys_are_returned,
     keys_are_summed_too, keys_with_a_bias, normed_keys, rotary_keys_of_heads,
     values_that_are_no_product, keys_of_two_arrays, a_matrix_of_each_sequence,
+    keys_in_8_bits, values_in_8_bits, keys_of_whole_numbers,
 )  # fmt: skip
 
 
