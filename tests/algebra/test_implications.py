@@ -66,6 +66,27 @@ def test_one_of_two_claims_holds():
     assert p.alg.either(p.claim(1, 0, 0, 0), p.claim(-1, 0, 1, 0)) == TRUE
 
 
+def test_what_holds_here_holds_anywhere():
+    p = Positions()
+    here = p.claim(1, 1, -1, 0)
+    anywhere = p.alg.any_over(here, [p.index])
+    assert anywhere not in (TRUE, here)
+    assert p.alg.both(here, anywhere) == here
+    assert p.alg.either(here, anywhere) == anywhere
+    assert p.alg.both(p.alg.negate(anywhere), here) == FALSE
+
+
+def test_what_holds_here_may_not_hold_elsewhere():
+    p = Positions()
+    here, stronger = p.claim(1, 1, -1, 0), p.claim(1, 1, -1, -2)
+    few = p.alg.new_index(N - 1)  # of fewer positions
+    sides = p.alg.add(p.form(1, 0, -1, 0), p.alg.iota(few))
+    among_few = p.alg.any_over(p.alg.compare("ge", sides, True), [few])
+    negated = p.alg.any_over(p.alg.negate(here), [p.index])
+    for other in (p.alg.any_over(stronger, [p.index]), among_few, negated):
+        assert p.alg.both(here, other) not in (here, FALSE)
+
+
 @pytest.mark.parametrize("steps", [(-1, 0, 0, 1), (-6, -3, -1, 0, 1, 3, 6)])
 @pytest.mark.parametrize("seed", range(40))
 def test_functions_are_what_their_claims_say(seed: int, steps: tuple[int, ...]):
