@@ -298,8 +298,8 @@ STAGES = (
 ``passes`` shows the time of every pass."""
 
 PASSES_TO_DISABLE = (
-    "masks_in_loops", "masks_in_shards", "joined_losses", "differences_of_softmaxes",
-    "fold", "gradients",
+    "masks_in_loops", "slices_before_loops", "masks_in_shards", "joined_losses",
+    "differences_of_softmaxes", "fold", "gradients",
     "checkpoint_savings", "residual_adds", "gradients_with_results", "memory_order",
     "recompute", "recompute_activations", "erfc_in_16_bits", "packed_operands",
     "aligned_products",

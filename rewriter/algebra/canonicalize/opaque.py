@@ -60,8 +60,15 @@ def may_differ(ev: Any, node: Node, value: int, form: Poly, mode: str) -> bool:
     counted = kind_of(dtype) == "i" and is_counted(ev.alg, form, dtype)
     if ev.at_hand is None or ev.at_hand(value):
         # The number of a block and that of its first row are told as one number.
-        return not (counted and ev.at_hand is not None and ev.g.shape(value) == ())
+        one = counted and ev.at_hand is not None and ev.g.shape(value) == ()
+        return not (one and _is_of_loop_counters(ev, form))
     return kind_of(dtype) != "f" and not counted
+
+
+def _is_of_loop_counters(ev: Any, form: Poly) -> bool:
+    """Whether a form's leaves are all given to a body, as a loop's counter is."""
+    names = (ev.alg.defs[leaf][1] for leaf in ev.alg.poly_leaves(form))
+    return all(n.__class__ is int and ev.g.node_of(n) is None for n in names)
 
 
 def _may_wrap(ev: Any, node: Node, value: int, form: Poly) -> bool:

@@ -16,7 +16,8 @@ from rewriter.kernels.attention.hopper import short
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.config import Tiles
 from rewriter.kernels.attention.reference import reference
-from rewriter.ops.kernel import Heads, Spec
+from rewriter.ops.kernel import Heads, Spec, spec_of
+from rewriter.ops.registry import registry
 from tests.kernels.attention.test_hopper import CAUSAL, H200, error, needs_hopper
 from tests.support.kernels import simulator
 from tests.support.kernels.float64 import float64
@@ -106,15 +107,24 @@ def test_numbers_on_a_gpu(name: str) -> None:
     given, up = drawn((300, *shape), more)
     arrays = {n: x for n, x in given.items() if isinstance(x, np.ndarray)}
     params = {n: x for n, x in given.items() if n not in arrays}
-    own = {"short": True, "warpgroups": warpgroups, "stages": stages, "programs": 7}
+    use = spec_of(registry().op("attention"), arrays, params)
+
+    def fitting(config: Any, backward: bool) -> Any:
+        """The config with as many warpgroups and stages as there is memory for."""
+        tried = (
+            config(short=True, warpgroups=w, stages=n, programs=7)
+            for w in range(warpgroups, 0, -1) for n in range(stages, 1, -1)
+        )  # fmt: skip
+        return next(x for x in tried if short.fits(use, x, backward).ok)
+
+    tiles = fitting(Tiles, False), fitting(BackwardTiles, True)
 
     @jax.jit
     def both(arrays: dict[str, Any], up: Any) -> Any:
         given = {**arrays, **params}
-        out, kept = hopper.forward(**given, residuals=True, config=Tiles(**own))
-        tiles = BackwardTiles(**own)
+        out, kept = hopper.forward(**given, residuals=True, config=tiles[0])
         grads = hopper.backward(
-            **given, out=out, residuals=kept, cotangent=up, config=tiles
+            **given, out=out, residuals=kept, cotangent=up, config=tiles[1]
         )
         return {"out": out, **grads}
 

@@ -66,7 +66,8 @@ CASES = {
 @pytest.mark.parametrize("op", CASES)
 def test_rows_are_transposed_in_front_of_a_kernel(op: str) -> None:
     function, w = CASES[op]
-    fast = rewriter.optimize(function, implementation=KERNELS)
+    own = {name: by for name, by in KERNELS.items() if "latent" not in name}
+    fast = rewriter.optimize(function, implementation=own)
     x = bf16(K, M)
     assert fast.report(x.T, w).counts()[op] == 1
 

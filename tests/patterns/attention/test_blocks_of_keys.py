@@ -477,9 +477,6 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "sum_stopped": lambda q, k, v: scanned(q, k, v, kept=lax.stop_gradient),
     "sum_decays": lambda q, k, v: scanned(q, k, v, kept=lambda x: 0.9 * x),
     "scale_of_each_step": lambda q, k, v: scanned(q, k, v, scale=lambda i: 1.0 + i),
-    "keys_of_other_blocks": lambda q, k, v: scanned(
-        q, k, v, keys=lambda x: jnp.moveaxis(x.reshape(B, N, BLOCK, -1, H), 3, 0)
-    ),
     "blocks_overlap": lambda q, k, v: looped(q, k, v, stride=4),
     "last_block_moved_inside": lambda q, k, v: looped(q, k, v, count=4),
     "block_read_twice": lambda q, k, v: unrolled(q, k, v, of=((0, 8), (0, 8), (8, 16))),
@@ -503,6 +500,12 @@ CAREFUL: dict[str, tuple[Callable[..., Any], str]] = {
     "block_left_out_between": (
         lambda q, k, v: unrolled(q, k, v, of=((0, 8), (16, 24))),
         "2,16,2,8",
+    ),
+    "keys_of_other_blocks": (
+        lambda q, k, v: scanned(
+            q, k, v, keys=lambda x: jnp.moveaxis(x.reshape(B, N, BLOCK, -1, H), 3, 0)
+        ),
+        "2,24,2,8",
     ),
     "two_softmaxes": (
         lambda q, k, v: unrolled(q, k, v, of=((0, 12),)) + unrolled(q, k, v),

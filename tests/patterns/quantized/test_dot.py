@@ -498,9 +498,8 @@ def layers_by_index(x, layers, scales):
 
 @spelling("bfloat16 *scale")
 def layers_taken_apart(x, layers, scales):
-    for i in range(2):
-        x = x @ (layers[i].astype(BF) * scales[i].astype(BF))
-    return x
+    each = [x @ (layers[i].astype(BF) * scales[i].astype(BF)) for i in range(2)]
+    return jnp.concatenate(each, -1)
 
 
 def read(f: Callable[..., Any], args: list[Any]) -> Any:
