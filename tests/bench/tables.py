@@ -106,9 +106,14 @@ def _model_figures(row: dict) -> tuple[str, ...]:
     return *(f"{x['ms']:.3g} ms" for x in (old, new)), f"{row['faster']:.1f}×", *memory
 
 
-def models() -> str:
+def other_models() -> str:
+    """One row per pass of public models for which nothing was tuned."""
+    return models("models_other_h200", shows_profiles=False)
+
+
+def models(name: str = "models_h200", *, shows_profiles: bool = True) -> str:
     """One row per public model and pass, and what takes the rewritten step's time."""
-    data = json.loads(record.named("models_h200").read_text())
+    data = json.loads(record.named(name).read_text())
     rows, profiles = [], []
     for row in data["results"]:
         old, new = row["written"], row["rewritten"]
@@ -127,6 +132,8 @@ def models() -> str:
     )  # fmt: skip
     versions = f"jax {data['jax']}, transformers {data['transformers']}"
     note = f"`{data['command']}` ({data['device']}, {versions}, {data['date']})"
+    if not shows_profiles:
+        return f"{table(head, rows)}\n\nReproduce with {note}."
     return (
         f"{table(head, rows)}\n\nThese are the device's times of a step, and what "
         f"takes most of the rewritten one. {' '.join(profiles)} Reproduce with {note}."
@@ -765,6 +772,7 @@ TABLES = {
     "public_decoder": public_decoder,
     "public_decode": public_decode,
     "models": models,
+    "other_models": other_models,
     "torch_models": torch_models,
     "keras_models": keras_models,
     "public_bert": public_bert,
