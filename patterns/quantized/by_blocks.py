@@ -23,10 +23,10 @@ from rewriter.find.reading import (
     flat_indices,
     operand,
     split_digits,
-    unproved,
 )
 from rewriter.ops.widening import BIAS, ROWS, SCALE
 from rewriter.patterns.quantized.dot import ANCHORS
+from rewriter.patterns.quantized.proposals import of_each_side, those_that_read
 from rewriter.patterns.quantized.steps import (
     LAYOUT,
     REACH,
@@ -40,7 +40,6 @@ from rewriter.patterns.quantized.steps import (
     only_user,
     repeats_above,
     rounded_here,
-    stored_above,
     widening,
 )
 from rewriter.program.graph import Node
@@ -53,17 +52,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     (summed, _), (batch, _) = anchor.params["dimension_numbers"]
     if not few_bits(find) or not batch or not summed:
         return
-    above = {side: stored_above(find, anchor.ins[side]) for side in (1, 0)}
-    given = {k: v for k, v in above.items() if v is not None}
-    for side, stored in sorted(
-        given.items(), key=lambda one: rounded_here(find, one[1], anchor)
-    ):
-        try:
-            yield from _readings(find, anchor, side, stored)
-        except Refused as refusal:
-            find.missed(NAME, anchor, refusal)
-        except OverBudget as error:
-            find.missed(NAME, anchor, unproved(error, 0.5))
+    yield from of_each_side(find, anchor, NAME, _readings)
 
 
 def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Reading]:
@@ -80,14 +69,10 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
     if above.joined or any(step[0] in "*/+-" for step in above.text.split()):
         raise _refused("the matrix is scaled before its product")
     inside, total = _inside(find, dot)
-    refused: Refused | None = None
-    for value, below in behind(find, total.outs[0], True):
-        try:
-            yield _Parts(find, dot, side, above, inside, total, below, value).reading()
-        except Refused as refusal:
-            refused = refused or refusal
-    if refused is not None:
-        raise refused
+    yield from those_that_read(
+        _Parts(find, dot, side, above, inside, total, below, value).reading
+        for value, below in behind(find, total.outs[0], True)
+    )
 
 
 def _refused(text: str, score: float = 0.4) -> Refused:

@@ -27,9 +27,9 @@ from rewriter.find.reading import (
     flat_indices,
     operand,
     split_digits,
-    unproved,
 )
 from rewriter.ops.widening import BIAS, ROWS, SCALE, ZERO
+from rewriter.patterns.quantized.proposals import of_each_side, those_that_read
 from rewriter.patterns.quantized.steps import (
     STORED,
     Joined,
@@ -57,18 +57,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of a product with stored numbers above one operand."""
     if not few_bits(find) or not anchor.params["dimension_numbers"][0][0]:
         return
-    above = {side: stored_above(find, anchor.ins[side]) for side in (1, 0)}
-    given = {k: v for k, v in above.items() if v is not None}
-    # What is not rounded here is the matrix, if only one is.
-    for side, stored in sorted(
-        given.items(), key=lambda one: rounded_here(find, one[1], anchor)
-    ):
-        try:
-            yield from _readings(find, anchor, side, stored)
-        except Refused as refusal:
-            find.missed(NAME, anchor, refusal)
-        except OverBudget as error:
-            find.missed(NAME, anchor, unproved(error, 0.5))
+    yield from of_each_side(find, anchor, NAME, _readings)
 
 
 def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Reading]:
@@ -93,14 +82,10 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
         text = "the matrix is widened outside of the loop that multiplies it"
         raise Refused("outside", text, score=0.3)
     scaled = any(j.name == SCALE for j in above.joined)
-    refused: Refused | None = None
-    for value, below in behind(find, dot.outs[0], scaled, narrow):
-        try:
-            yield _Product(find, dot, side, above, below, value).reading()
-        except Refused as refusal:
-            refused = refused or refusal
-    if refused is not None:
-        raise refused
+    yield from those_that_read(
+        _Product(find, dot, side, above, below, value).reading
+        for value, below in behind(find, dot.outs[0], scaled, narrow)
+    )
 
 
 @dataclass(frozen=True)

@@ -203,3 +203,25 @@ def test_layers() -> None:
 def test_other_sums_stay(name: str) -> None:
     program = jax.make_jaxpr(gradients(OTHERS[name]))(Q, K, V, L)
     assert multiply_at_once(program) is program
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("how", ["all", "a part", "the sum"])
+def test_roundings_stay(dtype: str, how: str) -> None:
+    """Weights that are rounded to few bits are not those of the softmax."""
+
+    def rounded(x: Any) -> Any:
+        return x.astype(dtype).astype(jnp.float32)
+
+    def fn(q: Any, k: Any, v: Any, factor: Any) -> Any:
+        w = stacked(q, k)
+        w = rounded(w) if how == "all" else w
+        first = rounded(w[:, :, 0]) if how == "a part" else w[:, :, 0]
+        both = first - factor[0] * w[:, :, 1]
+        return weighed(rounded(both) if how == "the sum" else both, v)
+
+    program = jax.make_jaxpr(fn)(Q, K, V, L)
+    if how != "all":  # its parts are parts of what is rounded
+        assert multiply_at_once(program) is program
+    fast = rewriter.optimize(fn, implementation=FORCED)
+    np.testing.assert_allclose(fast(Q, K, V, L), fn(Q, K, V, L), rtol=1e-5, atol=1e-5)
