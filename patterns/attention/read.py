@@ -186,6 +186,15 @@ def _readings(
         Refused: If the form is not that of attention.
     """
     reading = read(find, value, parts, how, sums)
+    if how == "soft" and _terms_of_bias(reading) > 1:
+        try:
+            other = read(find, value, parts, "whole", sums)
+        except (Refused, OverBudget):
+            other = reading
+        if _terms_of_bias(other) == 1:  # the program's own sum, and its cotangent
+            yield other
+    if find.done(NAME, value):
+        return
     if _has_table(reading):
         try:
             other = read(find, value, parts, how, sums, by_wraps=False)
@@ -208,6 +217,12 @@ def later_forms(find: Finder, pv: Node) -> list[int]:
         if find.graph.node_of(v).prim in ("div", "mul", "select_n")
     ]
     return [rounded(find, v) for v in (value, *later)]
+
+
+def _terms_of_bias(reading: Reading) -> int:
+    """How many terms a bias has: one if it is a value of the program."""
+    bias = reading.operands.get("bias")
+    return 0 if bias is None else max(len(form) for form, _ in bias.parts)
 
 
 def _has_table(reading: Reading) -> bool:

@@ -87,6 +87,12 @@ PREPARE = (
         lambda p: bool(p.patterns) and {"dot_general", "exp"} <= p.primitives,
         optional=True,
     ),
+    Pass(
+        "sums_of_cotangents",
+        steps.sum_each_cotangent,
+        lambda p: bool(p.patterns) and {"exp", "add_any"} <= p.primitives,
+        optional=True,
+    ),
     Pass("sums_of_rows", steps.sum_rows_first, lambda p: p.has_losses),
 )
 """The passes before the search for sites."""

@@ -31,6 +31,7 @@ from rewriter.program.prepare import (
     masks_in_shards,
     parts_of_softmaxes,
     slices_before_loops,
+    sums_of_cotangents,
     sums_of_rows,
 )
 from rewriter.program.prepare.joined_losses import join
@@ -100,6 +101,12 @@ def multiply_softmaxes(program: Program) -> Program:
     """Multiplies softmaxes by the values, where a sum of them or of their parts is."""
     made = differences_of_softmaxes.multiply_each(program.closed_jaxpr)
     made = parts_of_softmaxes.multiply_at_once(made)
+    return replace(program, closed_jaxpr=made)
+
+
+def sum_each_cotangent(program: Program) -> Program:
+    """Sums each layer's cotangent of a shared bias, and not the sum of all of them."""
+    made = sums_of_cotangents.sum_each(program.closed_jaxpr)
     return replace(program, closed_jaxpr=made)
 
 
