@@ -11,10 +11,12 @@ from rewriter.find.reading import Refused
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.bias_gradients import require_gradients_alike
 from rewriter.patterns.attention.empty_rows import EmptyRow, empty_row
+from rewriter.patterns.attention.infinite_biases import finiteness_of
 from rewriter.patterns.attention.masks import Masks
 from rewriter.patterns.attention.operands import Operands
 from rewriter.patterns.attention.rows_with_keys import is_never_empty
 from rewriter.patterns.attention.softmax import Softmax
+from rewriter.support.assumptions import FINITE
 
 MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
 _WORDS = {"unknown": "what is not known here"}
@@ -41,7 +43,7 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     Raises:
         Refused: If that cannot be told, or the op cannot give the same.
     """
-    notes = _require_dominant_fills(softmax)
+    notes = _require_dominant_fills(softmax, axes)
     if softmax.parts.dropped_rows != TRUE:
         return _beside_dropped_rows(softmax, operands, notes)
     some = softmax.parts.keep if softmax.some is None else softmax.some
@@ -149,7 +151,7 @@ def _may_change(softmax: Softmax) -> bool:
     return softmax.find.fast and softmax.ev.whole_sides is not None
 
 
-def _require_dominant_fills(softmax: Softmax) -> Set[str]:
+def _require_dominant_fills(softmax: Softmax, axes: Axes) -> Set[str]:
     """Refuses fills that do not dominate: scores may be as large, or the bias.
 
     Where all keys of a row are masked by one or the other, the program weighs
@@ -162,11 +164,22 @@ def _require_dominant_fills(softmax: Softmax) -> Set[str]:
         raise Refused("rows", text, score=0.7)
     if softmax.seen_keys == TRUE or not bias or not fills:
         return frozenset()
+    known = finiteness_of(softmax, axes)
+    if known.why_not and not _may_change(softmax):
+        raise Refused(
+            "empty_rows",
+            f"a bias may hold -inf, since {known.why_not}: with that and a mask's "
+            "finite fill the program weighs the masked keys",
+            score=0.8,
+            suggestion=f"if the bias is finite, assume=({FINITE!r},)",
+        )
+    if known.why_not:
+        return CHANGED
     largest_number = max(abs(c) for c in bias.values())
     for value in softmax.values_of(softmax.alg.poly_leaves(bias)):
         largest_number = max(largest_number, softmax.find.largest_number(value))
     if not min(fills) < 100 * largest_number >= 1e6:
-        return frozenset()
+        return known.notes
     if _may_change(softmax):
         return CHANGED
     raise Refused(

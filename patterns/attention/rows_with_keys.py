@@ -117,7 +117,7 @@ def _same_place(softmax: Softmax, axes: Axes, mine: Poly, theirs: Poly) -> Index
     """
     alg, s = softmax.alg, softmax.alg.iota(_position(softmax, axes.s))
     (own, whole) = ([a for _, mono in form for a, _ in mono] for form in (mine, theirs))
-    if len(own) != 1 or len(whole) != 1 or alg.kind(own[0]) != "leaf":
+    if [[alg.kind(a) for a in atoms] for atoms in (own, whole)] != [["leaf"]] * 2:
         raise OverBudget("segments that are not one array")
     (_, name, places), (_, other, positions) = alg.defs[own[0]], alg.defs[whole[0]]
     at = [k for k, x in enumerate(positions) if alg.difference(alg.iota(x), s) == {}]

@@ -57,6 +57,12 @@ LAST, BOTH = "kv_positions last_position", "kv_positions first_position last_pos
 SEGMENTS = "q_segments kv_segments"
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 CASES: dict[str, Case] = {
+    "one key": (SEGMENTS, lambda n: jnp.arange(S) == each(n), (STARTS + 4,)),
+    "one key, by its negation": (
+        SEGMENTS,
+        lambda n: ~(jnp.arange(S) != -each(n)),
+        (STARTS,),
+    ),
     "up to the query": (LAST, lambda p, q: keys(p) <= rows(q), (OF_KEYS, OF_QUERIES)),
     "turned": (LAST, lambda p, q: ~(rows(q) < keys(p)), (OF_KEYS, OF_QUERIES)),
     "from the query on": (

@@ -1,0 +1,141 @@
+"""Finds biases that may hold -inf: they hide keys, as a mask does.
+
+Where a mask with a finite fill hides the other keys of a row, the program weighs those
+that the mask hides. A site would take such a row for one without keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter.algebra.canonicalize import values_named
+from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES, TRANSPARENT
+from rewriter.patterns.attention.axes import Axes
+from rewriter.patterns.attention.softmax import Softmax
+from rewriter.program.graph import Graph, Node
+from rewriter.support.assumptions import FINITE
+
+MOST_EQUATIONS = 200
+"""How many equations are followed; beyond them a bias may be infinite."""
+
+TAKEN_AS_FINITE = "the bias of each head is taken to be finite"
+
+_MOVING = frozenset({"transpose", "gather", "reshape"})
+_LOGARITHMS = frozenset({"log", "log1p"})
+_OF_ITS_OPERANDS = (
+    LAYOUT_PRIMITIVES
+    | TRANSPARENT
+    | {"convert_element_type", "stop_gradient", "gather", "concatenate", "pad",
+       "add", "add_any", "select_n", "max", "min", "clamp",
+       "reduce_precision", "reduce_max", "reduce_min",
+       "reduce_sum", "cumsum", "sort"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finiteness:
+    """What is known of a bias.
+
+    Attributes:
+        why_not: Why it may hold -inf; None if it is taken to be finite.
+        notes: What is assumed of it.
+    """
+
+    why_not: str | None = None
+    notes: Set[str] = frozenset()
+
+
+def finiteness_of(softmax: Softmax, axes: Axes) -> Finiteness:
+    """Returns whether a bias may hold -inf.
+
+    A logarithm, a quotient and a constant of -inf may make it so. So may an
+    argument that all heads share: such arrays are masks. An argument with numbers of
+    its own for each head is a learned bias, and counts as a part of the scores.
+    """
+    if FINITE in softmax.find.assumed:
+        return Finiteness()
+    notes: set[str] = set()
+    alg = softmax.alg
+    for atom in alg.poly_leaves(softmax.bias):
+        _, name, places = alg.defs[atom]
+        of_heads = [not alg.index_ids(at).isdisjoint(axes.n) for at in places]
+        for value in values_named(name):
+            heads = {d for d, differs in enumerate(of_heads) if differs}
+            why = _why(softmax.find.graph, value, heads)
+            if why == TAKEN_AS_FINITE:
+                notes.add(why)
+            elif why is not None:
+                return Finiteness(why)
+    return Finiteness(notes=frozenset(notes))
+
+
+def _why(graph: Graph, value: int, heads: Set[int]) -> str | None:
+    """Why a value may hold -inf, by the equations that make it.
+
+    Where these change its sign, what may hold inf is looked for. An argument counts
+    only where its sign stays: masks of 0 and 1 are turned into large numbers that way.
+
+    Args:
+        graph: The program.
+        value: The bias, or a part of it.
+        heads: Its dimensions along which heads differ.
+    """
+    seen, queue, assumed = {(value, 0)}, [(value, heads, 0)], False
+    while queue:
+        if len(seen) > MOST_EQUATIONS:
+            return "it is made of too many equations"
+        current, heads, turns = queue.pop()
+        sign = 1 if turns % 2 else -1
+        if not jnp.issubdtype(graph.dtype(current), jnp.floating):
+            continue
+        const, node = graph.constants.get(current), graph.node_of(current)
+        if const is not None:
+            if (np.asarray(const, np.float64) == sign * np.inf).any():
+                return "the program has an infinite number in it"
+        elif node is None and not heads and not turns:
+            return "it is an argument that all heads share"
+        elif node is None:
+            assumed |= not turns
+        elif node.prim in _LOGARITHMS and sign < 0:
+            return "it is a logarithm"
+        elif node.prim == "div" and not graph.scalar(node.ins[1]):
+            return "it is divided by numbers that may be zero"
+        else:
+            for i, turned in _sources(graph, node, sign):
+                later = turns + turned if turns + turned < 3 else 1
+                if (i, later) not in seen:
+                    seen.add((i, later))
+                    queue.append((i, _below(graph, node, i, heads), later))
+    return TAKEN_AS_FINITE if assumed else None
+
+
+def _below(graph: Graph, node: Node, operand: int, heads: Set[int]) -> Set[int]:
+    """An operand's dimensions along which heads differ; all, where that is open."""
+    shape, out = graph.shape(operand), graph.shape(node.outs[0])
+    if node.prim == "broadcast_in_dim":
+        to = node.params["broadcast_dimensions"]
+        heads = {d for d, at in enumerate(to) if at in heads}
+    elif heads and (node.prim in _MOVING or len(shape) != len(out)):
+        heads = set(range(len(shape)))
+    return {d for d in heads if shape[d] != 1}
+
+
+def _sources(graph: Graph, node: Node, sign: int) -> Sequence[tuple[int, bool]]:
+    """The operands by which a result may be infinite, and whether its sign changes."""
+    numbers = [graph.scalar(i) for i in node.ins]
+    known = [n is not None and math.isfinite(n) for n in numbers]
+    floors = {"max": known, "clamp": known[:1]}.get(node.prim, ())
+    if sign < 0 and any(floors):
+        return ()
+    if node.prim in ("sub", "neg"):
+        turned = (False, True) if node.prim == "sub" else (True,)
+        return list(zip(node.ins, turned, strict=True))
+    if node.prim in ("mul", "div"):
+        negative = any(k and n < 0 for k, n in zip(known, numbers, strict=True))
+        return [(i, negative) for i in node.ins]
+    return [(i, False) for i in node.ins if node.prim in _OF_ITS_OPERANDS]
