@@ -31,7 +31,7 @@ from rewriter.kernels.norms.memory import temporary
 from rewriter.kernels.shared.hopper import by_estimate, importable, processors, runs_on
 from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Limits, Space, Speed, Traits
+from rewriter.ops.kernel import Limits, Space, Speed, Traits, saves_nothing
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -183,7 +183,9 @@ KERNELS = kernels(
         modelled=modelled,
         temporary=temporary,
     ),
-    traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
+    traits=Traits(
+        memory_bounded=True, saves_out=False, saves=saves_nothing, adds_to="x"
+    ),
     space=_space(False),
     backward_space=_space(True),
 )

@@ -20,7 +20,7 @@ from rewriter.kernels.norms.forms import kernels, refusals
 from rewriter.kernels.shared.limits import SYMBOLIC
 from rewriter.ops import tpu
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Limits, Space, Speed, Traits
+from rewriter.ops.kernel import Limits, Space, Speed, Traits, saves_nothing
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -278,7 +278,13 @@ KERNELS = kernels(
     version=1,
     limits=Limits(supports),
     speed=Speed(profitable, profitable_backward, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False, adds_to="x", tried=False),
+    traits=Traits(
+        memory_bounded=True,
+        saves_out=False,
+        saves=saves_nothing,
+        adds_to="x",
+        tried=False,
+    ),
     space=SPACE,
     backward_space=SPACE,
 )

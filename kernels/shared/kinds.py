@@ -75,8 +75,22 @@ XLA = Kind(
 )
 """Plain `jax.numpy`, which runs everywhere. It saves nothing for gradients."""
 
-HOPPER = Kind({"name": "hopper", "platforms": ("cuda",), "runs_on": runs_on})
-"""Pallas for NVIDIA GPUs of compute capability 9.0."""
+HOPPER = Kind(
+    {
+        "name": "hopper",
+        "platforms": ("cuda",),
+        "runs_on": runs_on,
+        "saves": saves_nothing,
+    }
+)
+"""Pallas for NVIDIA GPUs of compute capability 9.0. It saves nothing."""
 
-TPU = Kind({"name": "mosaic_tpu", "platforms": ("tpu",), "tried": False})
-"""Pallas for TPUs. The kernels' current code has not run on one."""
+TPU = Kind(
+    {
+        "name": "mosaic_tpu",
+        "platforms": ("tpu",),
+        "tried": False,
+        "saves": saves_nothing,
+    }
+)
+"""Pallas for TPUs, which saves nothing. The current code has not run on one."""

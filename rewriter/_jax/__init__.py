@@ -315,6 +315,9 @@ from rewriter._jax.values import (
     same_literal as same_literal,
 )
 from rewriter._jax.values import (
+    settings_of_kernels as settings_of_kernels,
+)
+from rewriter._jax.values import (
     size_range as size_range,
 )
 from rewriter._jax.values import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -73,6 +74,17 @@ def is_staging() -> bool:
 def tpu_is_attached() -> bool:
     """Whether JAX sees a TPU on this machine's bus; starts no backend."""
     return hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
+
+
+@functools.cache
+def settings_of_kernels() -> None:
+    """Imports what kernels of an attached TPU add to JAX's settings (jax 0.11 on).
+
+    Settings are part of the keys of JAX's caches. One that is added after a program was
+    traced has it traced, and compiled, once more at its next call.
+    """
+    if tpu_is_attached():
+        import jax.experimental.pallas.tpu  # noqa: F401
 
 
 def is_opaque(value: Any) -> bool:

@@ -23,7 +23,7 @@ Reasons = tuple[tuple[str, str], ...]
 
 
 def prefer_special_ops(
-    found: Found, config: Config, target: Device
+    found: Found, config: Config, target: Device, differentiated: bool
 ) -> tuple[Match, ...]:
     """Returns the matches, keeping one where several forms of an op match one result.
 
@@ -31,6 +31,7 @@ def prefer_special_ops(
         found: What was found in a program.
         config: Forced kernels, measurements.
         target: Where the program will run.
+        differentiated: Whether the program computes gradients.
     """
     matches = found.matches
     general = {(m.op.name, m.value): m for m in matches}
@@ -41,7 +42,7 @@ def prefer_special_ops(
     for m in forms:
         if id(m.reading) not in known:
             known[id(m.reading)] = _chosen(
-                m, general[m.op.form_of, m.value], config, target
+                m, general[m.op.form_of, m.value], config, target, differentiated
             )
         kernel, reasons = known[id(m.reading)]
         if kernel == XLA:
@@ -75,7 +76,7 @@ def _refused(found: Found) -> dict[int, Reasons]:
 
 
 def _chosen(
-    match: Match, general: Match, config: Config, target: Device
+    match: Match, general: Match, config: Config, target: Device, differentiated: bool
 ) -> tuple[str, Reasons]:
     """The chosen kernel of a special form, or why the form has none.
 
@@ -102,7 +103,36 @@ def _chosen(
             return XLA, ((op.name, f"{there} computes it as {op.form_of}"),)
         if there != XLA and _bytes(match.spec) >= _bytes(general.spec):
             return XLA, ((op.name, f"it reads no less than {op.form_of}"),)
+    elif op.name not in forced and _is_slower(
+        match, general, config, target, differentiated
+    ):
+        return XLA, ((op.name, f"a kernel of {op.form_of} is estimated to be faster"),)
     return choice.kernel, why
+
+
+FASTER = 0.8
+"""The share of the special form's time that the general op's may take."""
+
+
+def _is_slower(
+    match: Match, general: Match, config: Config, target: Device, differentiated: bool
+) -> bool:
+    """Whether the general op is estimated to be faster than a special form of it.
+
+    It may be given an array that the special form computes of parts. Writing and
+    reading it counts. A GPU's kernel for windows of up to 64 positions takes a table of
+    biases, and no function of scores that adds two, as shifted windows have them.
+    """
+    more = {*general.spec.operands} - {*match.spec.operands}
+    written = 2 * sum(map(of_least_sizes(general.spec).nbytes, more))
+    special, other = (
+        choose(m.spec, config, m.pattern.kernels, target, int(differentiated)).costs
+        for m in (match, general)
+    )
+    known = special.source == other.source == "estimated"
+    if not known or special.after_us is None or other.after_us is None:
+        return False
+    return other.after_us + 1e6 * written / target.bandwidth < FASTER * special.after_us
 
 
 def _bytes(spec: Spec) -> int:

@@ -256,7 +256,7 @@ class Reading:
         runs = _runs(self.out_groups, order)  # XLA cancels transposes of whole axes
         first = sorted(runs, key=[i for g in self.out_groups for i in g].index)
         out = shaped(out, [size(self.algebra, runs[i]) for i in first])
-        out = ordered(out, [first.index(i) for i in runs])
+        out = _in_order(out, [first.index(i) for i in runs], shape)
         for poly, join in ((self.times, jnp.multiply), (self.plus, jnp.add)):
             if poly is not None:
                 out = shaped(out, [self.algebra.sizes[i] for i in order])
@@ -264,6 +264,20 @@ class Reading:
                 wide = jnp.promote_types(out.dtype, emitter.dtype)
                 out = join(out.astype(wide), factor.astype(wide))
         return typed(shaped(out, shape), dtype)
+
+
+def _in_order(x: jax.Array, axes: Sequence[int], shape: Sequence[int]) -> jax.Array:
+    """The transposed array, with the axes of size 1 of a shape if they fit in.
+
+    XLA cancels a transpose and one behind it, but not with a reshape between them.
+    """
+    long = [n for n in shape if n != 1]
+    alike = len(long) < len(shape) and [x.shape[i] for i in axes] == long
+    if not alike or list(axes) == sorted(axes):
+        return ordered(x, axes)
+    places, units = iter(axes), itertools.count(x.ndim)
+    x = shaped(x, (*x.shape, *(1,) * (len(shape) - len(long))))
+    return ordered(x, [next(units) if n == 1 else next(places) for n in shape])
 
 
 def _runs(groups: Sequence[Group], order: Sequence[int]) -> dict[int, Group]:

@@ -167,6 +167,7 @@ def _optimized(
     config = resolve(ours)  # complain now, not when tracing
     check_patterns(config.patterns)
     check_tuned(config)
+    _jax.settings_of_kernels()
     trace.check_callable(fn)
     again = lambda pure: optimize(pure, **_as_given(ours, patterns), **theirs)
     if nnx_state.is_jitted(fn):

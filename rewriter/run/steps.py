@@ -25,6 +25,7 @@ from rewriter.gradients.search import search_gradients
 from rewriter.program.equal_constants import once
 from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
+from rewriter.program.lines import is_of_gradient
 from rewriter.program.prepare import (
     differences_of_softmaxes,
     masks_in_loops,
@@ -157,8 +158,11 @@ def find_sites(program: Program) -> Program:
 def prefer_special_forms(program: Program) -> Program:
     """Prefers a special form of an op where one of its kernels is chosen."""
     assert program.found is not None
-    config = program.config
-    matches = prefer_special_ops(program.found, config, target_of(config))
+    config, nodes = program.config, program.walks.graph.nodes
+    differentiated = any(map(is_of_gradient, nodes))
+    matches = prefer_special_ops(
+        program.found, config, target_of(config), differentiated
+    )
     return replace(program, matches=matches, facts=tuple(map(Facts, matches)))
 
 

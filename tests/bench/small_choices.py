@@ -13,8 +13,11 @@ import math
 import pathlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tests.bench.choices import BF16, CAUSAL, Row, all_measured, attending, norming
 
@@ -28,6 +31,7 @@ def of_attention() -> Iterator[Row]:
     bias = lambda n, t: (((1, n, t, t), BF16),)
     yield PEER("0.2 MiB full 1x64x12x64", 1, 64, 64, 12, 12, 64)
     yield PEER("0.75 MiB causal 1x128x12x64", 1, 128, 128, 12, 12, 64, window=CAUSAL)
+    yield PEER("3.1 MiB causal 8x80x16x128", 8, 80, 80, 16, 16, 128, window=CAUSAL)
     yield ALONE("1.5 MiB lengths 2x128x12x64", 2, 128, 128, 12, 12, 64, more=lengths(2))
     yield PEER("3 MiB full 1x256x12x64", 1, 256, 256, 12, 12, 64)
     yield PEER("12 MiB causal 1x512x12x128", 1, 512, 512, 12, 12, 128, window=CAUSAL)
@@ -42,11 +46,34 @@ def of_attention() -> Iterator[Row]:
     yield PEER("CLIP vision 256x50x12x64", 256, 50, 50, 12, 12, 64)
 
 
+def windows(x: Any, weights: Any, table: Any) -> Any:
+    """Swin's shifted windows: a bias of 6 heads, and a mask of each of 64 windows."""
+    b, t, d = x.shape
+    q, k, v = jnp.moveaxis((x @ weights).reshape(b, t, 3, 6, 32), 2, 0)
+    s = jnp.einsum("btnh,bsnh->bnts", q * 32**-0.5, k) + table
+    at = np.arange(56)
+    part = (at >= 49).astype(int) + (at >= 53)
+    area = (part[:, None] * 3 + part).reshape(8, 7, 8, 7).swapaxes(1, 2)
+    area = area.reshape(64, 49)
+    mask = np.where(area[:, :, None] == area[:, None, :], 0.0, -100.0)
+    s = s.reshape(b // 64, 64, 6, t, t) + jnp.asarray(mask, s.dtype)[:, None]
+    w = jax.nn.softmax(s.reshape(b, 6, t, t).astype(jnp.float32), -1)
+    return jnp.einsum("bnts,bsnh->btnh", w.astype(v.dtype), v).reshape(b, t, d)
+
+
+def of_windows() -> Iterator[Row]:
+    """Swin's shifted windows, behind the product that gives q, k and v."""
+    given = (((4096, 49, 192), BF16), ((192, 576), BF16), ((1, 6, 49, 49), BF16))
+    scores = 4.0 * 4096 * 6 * 49 * 49
+    yield Row("Swin shifted 4096x49x6x32", "attention", windows, given, (),
+              scores=scores)  # fmt: skip
+
+
 def of_norms() -> Iterator[Row]:
     """Norms of 64 to 256 columns, with gradients."""
     for kind, rows, columns in (
         ("layer", 262144, 128), ("layer", 200704, 96), ("rms", 262144, 128),
-        ("layer", 50176, 192), ("layer", 100001, 64),
+        ("layer", 50176, 192), ("rms", 100352, 192), ("layer", 100001, 64),
     ):  # fmt: skip
         yield replace(norming(kind, rows, columns, BF16), passes=("both",))
 
@@ -57,7 +84,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
-    rows = (*of_attention(), *of_norms())
+    rows = (*of_attention(), *of_windows(), *of_norms())
     command = "python3 -m tests.bench.small_choices"
     all_measured(rows, given.seconds, given.json, command)
 

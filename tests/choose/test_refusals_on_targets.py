@@ -60,7 +60,7 @@ TOLD = [
     ("h100", attention(256, 256, window=(4, 3)), 0, "cudnn", "not 3 keys after it"),
     ("h100", attention(256, 256, window=(4, None)), 0, "cudnn", "not nowhere"),
     ("h100", attention(256, 16, window=(4, 0)), 0, "cudnn", "4 keys before each of"),
-    ("h100", attention(256, 256), 0, "hopper", "2 MiB: not measured below 4 MiB"),
+    ("h100", attention(96, 96), 0, "hopper", "0.281 MiB: not measured below 0.5 MiB"),
     ("h100", attention(1, 256), 0, "hopper_decode", "not measured below 16 MiB"),
     ("h100", attention(1, 1 << 16), 1, "hopper_decode", "no gradients of its own"),
     ("a100", attention(256, 256), 0, "hopper", "A100-SXM4-80GB is not a Hopper GPU"),

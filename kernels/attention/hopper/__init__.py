@@ -155,6 +155,12 @@ def forward(**given: Any) -> Any:
     return out[..., :e], kept
 
 
+def saves(spec: Spec) -> list[Any]:
+    """Returns the type of the log-sum-exp of each row, [b, n, t]."""
+    b, t, n, _ = spec.shape("q")
+    return [((b, n, t), "float32")]
+
+
 def backward(**given: Any) -> dict[str, Array]:
     """Returns the cotangents of float operands from the result and its log-sum-exp.
 
@@ -228,7 +234,7 @@ KERNEL = by_entry(
         ),
         Space(Tiles, default, configs, fits),
         Space(BackwardTiles, backward_default, backward_configs, fits_backward),
-        deterministic=deterministic, saves_out=True, merges=True,
+        deterministic=deterministic, saves_out=True, merges=True, saves=saves,
         swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)), packs=("q", "k", "v"),
         joins=("q", "k", "v"),
     )

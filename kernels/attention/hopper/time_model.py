@@ -36,10 +36,11 @@ from rewriter.support.verdict import YES, Verdict, no
 
 MIB = 1 << 20
 
-SMALLEST, SMALLEST_LENGTHS, SMALLEST_TABLE = 4 << 20, 1 << 20, 12 << 20
+SMALLEST, SMALLEST_SHORT, SMALLEST_TABLE = 1 << 19, 3 << 16, 12 << 20
 """The fewest bytes of float32 scores that pay, of more queries than decoding has: of
-any use, with lengths, and with the gradient of a bias of pairs
-(``tests/bench/results/choices_small_h200.json``)."""
+any use, of up to 64 queries and keys, and with the gradient of a bias of pairs. XLA
+took 1.3 times as long for 1 x 128 x 12 heads, and 4 times for 8 x 80 x 16 heads
+(``tests/bench/results/choices_small_h200.json``, ``choices_few_scores_h200.json``)."""
 
 OWN = {"forward": 1.03, "forward_and_vjp": 0.98}
 OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
@@ -96,7 +97,7 @@ def _smallest(spec: Spec, passes: str) -> int:
     """Returns the fewest bytes of scores that pay."""
     if passes != "forward" and spec.has("bias") and 1 not in spec.shape("bias")[2:]:
         return SMALLEST_TABLE
-    return SMALLEST_LENGTHS if spec.has("kv_lengths") else SMALLEST
+    return SMALLEST_SHORT if short.takes(spec).ok else SMALLEST
 
 
 def _streams(spec: Spec, device: Device, passes: str) -> bool:

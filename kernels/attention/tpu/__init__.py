@@ -148,11 +148,17 @@ def backward(**given: Any) -> dict[str, Array]:
     return passes.backward(**given)
 
 
+def saves(spec: Spec) -> list[Any]:
+    """Returns the type of what is kept of each row: with a bias two numbers."""
+    b, t, n, _ = spec.shape("q")
+    return [((b, n, 2 if spec.has("bias") else 1, t), "float32")]
+
+
 KERNEL = by_entry(
     TPU.kernel(
         "attention", forward, backward, supports, Speed(profitable, steps=steps),
         Space(Blocks, default, configs, fits),
         Space(BackwardBlocks, backward_default, backward_configs, fits_backward),
-        saves_out=True, merges=True,
+        saves_out=True, merges=True, saves=saves,
     )
 )  # fmt: skip

@@ -137,7 +137,7 @@ KERNEL = anywhere(
     HOPPER.kernel(
         "ragged_gated_linear_unit", forward, PARTS.backward, supports,
         Speed(by_estimate, estimate=estimate, modelled=modelled),
-        SPACE, PARTS.space,
+        SPACE, PARTS.space, saves=None,
     ),
     "x",
 )  # fmt: skip

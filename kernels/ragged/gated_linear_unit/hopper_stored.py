@@ -123,7 +123,7 @@ KERNEL = anywhere(
     HOPPER.kernel(
         NAME, forward, backward, supports,
         Speed(by_estimate, estimate=estimate, modelled=modelled),
-        SPACE, version=2,
+        SPACE, version=2, saves=None,
     ),
     "x",
 )  # fmt: skip

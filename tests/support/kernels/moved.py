@@ -27,7 +27,10 @@ LARGE = 1 << 20
 """Bytes from which on an argument is large."""
 
 MOVES = ("copy", "pad", "slice", "transpose", "concatenate", "dynamic-slice", "gather")
-MOVE = re.compile(rf"= \w+\[([\d,]*)\]\S* ({'|'.join(MOVES)})\(")
+LINE = re.compile(
+    r"(%[\w.-]+) = [a-z]+(\d*)\w*\[([\d,]*)\](?:\{([\d,]*))?\S* ([\w-]+)\((%[\w.-]+)?"
+)
+"""A result's name, bits, sizes and order in memory; what computes it, of what first."""
 
 
 @contextmanager
@@ -94,7 +97,8 @@ def moves(fn: Callable[..., Any], *specs: Any) -> dict[str, int]:
     """Returns what a compiled program moves, in XLA's words, and how often.
 
     Arrays count that have a fourth of the numbers of the smallest argument of `LARGE`
-    bytes, or more: parts of it do, and numbers of its rows do not.
+    bytes, or more: parts of it do, and numbers of its rows do not. Those of less than
+    a fourth of `LARGE` bytes do not count.
     """
     text = jax.jit(fn).lower(*specs).compile().as_text()
     least = min(
@@ -103,8 +107,15 @@ def moves(fn: Callable[..., Any], *specs: Any) -> dict[str, int]:
         if math.prod(x.shape) * x.dtype.itemsize >= LARGE
     )
     found: dict[str, int] = {}
-    for sizes, what in MOVE.findall(text):
-        if math.prod(int(x) for x in sizes.split(",") if x) >= least / 4:
-            name = f"{what} [{sizes}]"
-            found[name] = found.get(name, 0) + 1
+    orders: dict[str, list[int]] = {}
+    for result, bits, sizes, order, what, operand in LINE.findall(text):
+        shape = [int(x) for x in sizes.split(",") if x]
+        orders[result] = [int(x) for x in order.split(",") if x and shape[int(x)] > 1]
+        count = math.prod(shape)
+        if what not in MOVES or count < least / 4 or count * int(bits or 8) < 2 * LARGE:
+            continue
+        if what == "copy" and orders.get(operand) == orders[result]:
+            continue  # axes of size 1 alone are elsewhere
+        name = f"{what} [{sizes}]"
+        found[name] = found.get(name, 0) + 1
     return found

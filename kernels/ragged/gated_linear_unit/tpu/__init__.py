@@ -121,7 +121,7 @@ KERNEL = anywhere(
     TPU.kernel(
         NAME, forward, PARTS.backward, supports,
         Speed(by_device, estimate=estimate, steps=steps),
-        Space(Tiles, default, configs, fits), PARTS.backward_space,
+        Space(Tiles, default, configs, fits), PARTS.backward_space, saves=None,
     ),
     "x",
 )  # fmt: skip
