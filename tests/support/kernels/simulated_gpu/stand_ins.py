@@ -91,6 +91,18 @@ def write(reference: machine.Reference, value: np.ndarray) -> None:
     reference[...] = value
 
 
+def write_eight_bits(reference: machine.Reference, value: np.ndarray) -> None:
+    assert value.dtype == np.float32
+    if reference.dtype == np.int8:
+        value = np.trunc(np.clip(np.nan_to_num(value, nan=0.0), -128, 127))
+    reference[...] = value.astype(reference.dtype)
+
+
+def write_number(reference: machine.Reference, value: Any) -> None:
+    assert np.ndim(value) == 0
+    reference[...] = np.full(1, value, np.float32)
+
+
 def applied(
     function: Any, products: np.ndarray, rows: np.ndarray, column: np.ndarray,
     read: Any, *, most: int, turned: bool, slope: bool,
