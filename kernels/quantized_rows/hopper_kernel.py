@@ -204,7 +204,7 @@ class _Values:
             return self.given(place, chunk)
         index = place.index
         step = self.team.equations.steps[index]
-        if step.kind != FULL:
+        if step.kind not in BY_COLUMNS:
             if index not in self.known:
                 self.known[index] = self.computed(step, chunk)
             return self.known[index]
@@ -300,7 +300,7 @@ COMPUTE: Mapping[str, Callable[[Sequence[Any], Step], Any]] = {
     "round": lambda x, _: pallas_gpu_rows.nearest_whole(x[0]),
     "rsqrt": lambda x, _: lax.rsqrt(x[0]),
     "select_n": lambda x, _: jnp.where(x[0], x[2], x[1]),
-    "sqrt": lambda x, _: jnp.sqrt(x[0]),
+    "sqrt": lambda x, _: pallas_gpu_rows.square_root(x[0]),
     "square": lambda x, _: x[0] * x[0],
     "sub": lambda x, _: x[0] - x[1],
 }

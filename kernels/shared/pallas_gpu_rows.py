@@ -128,6 +128,11 @@ def nearest_whole(x: Array) -> Array:
     return _of_each("cvt.rni.f32.f32 $0, $1;", x)
 
 
+def square_root(x: Array) -> Array:
+    """Returns the square roots of float32 [width], or of one number, as rounded."""
+    return _of_each("sqrt.rn.f32 $0, $1;", x)
+
+
 def floor(x: Array) -> Array:
     """Returns the largest whole numbers that are not above float32 [width]."""
     return _of_each("cvt.rmi.f32.f32 $0, $1;", x)
@@ -160,25 +165,20 @@ EIGHT_BITS = {
         "{ .reg .s32 a; cvt.rzi.s32.f32 a, $1;"
         " min.s32 a, a, 127; max.s32 $0, a, -128; }"
     ),
-    # Halfway from 448 to the 480 that there is not, the even one is 448.
     "float8_e4m3fn": (
-        "{ .reg .f32 a; .reg .b16 n; .reg .b32 w, s, k; .reg .pred p; abs.f32 a, $1;"
-        " cvt.rn.satfinite.e4m3x2.f32 n, 0f00000000, $1; cvt.u32.u16 w, n;"
-        " mov.b32 s, $1; shr.u32 s, s, 24; and.b32 s, s, 128; or.b32 k, s, 127;"
-        " setp.le.f32 p, a, 0f43E80000; selp.b32 $0, w, k, p; }"
+        "{ .reg .b16 n; cvt.rn.satfinite.e4m3x2.f32 n, 0f00000000, $1;"
+        " cvt.u32.u16 $0, n; }"
     ),
     "float8_e5m2": (
-        "{ .reg .f32 a; .reg .b16 n; .reg .b32 w, s, k; .reg .pred p, q; abs.f32 a, $1;"
-        " cvt.rn.satfinite.e5m2x2.f32 n, 0f00000000, $1; cvt.u32.u16 w, n;"
-        " mov.b32 s, $1; shr.u32 s, s, 24; and.b32 s, s, 128; or.b32 k, s, 124;"
-        " setp.lt.f32 p, a, 0f47700000; testp.number.f32 q, $1;"
-        " selp.b32 $0, w, k, p; or.b32 k, s, 126; selp.b32 $0, $0, k, q; }"
+        "{ .reg .b16 n; cvt.rn.satfinite.e5m2x2.f32 n, 0f00000000, $1;"
+        " cvt.u32.u16 $0, n; }"
     ),
 }
 """Instructions from a float32 to a number of 8 bits, in 32.
 
 XLA's conversions to int8 go towards 0 and stop at its ends. Those to 8-bit floats round
-to the nearest, and give NaN, or infinity where there is one, for what is larger.
+to the nearest. On this GPU they stop at the largest number, too, where other platforms
+give NaN or infinity.
 """
 
 

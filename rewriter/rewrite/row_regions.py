@@ -122,6 +122,8 @@ class _Builder:
         steps: The steps, needed or not.
         leaves: The inputs' variables, by their index.
         moved: Variables of equations that only repeat, reshape or cast what is given.
+        calls: How many calls the equation at hand is in: those are taken whole.
+        names: By the inputs of those calls, what they are in the body.
     """
 
     def __init__(self, body: Equations, lead: tuple[int, ...], d: int):
@@ -131,6 +133,8 @@ class _Builder:
         self.leaves: dict[Any, int] = {}
         self.kinds: list[tuple[str, str]] = []
         self.moved: set[Any] = set()
+        self.calls = 0
+        self.names: dict[Any, Any] = {}
 
     # ------------------------------------------------------------------- values
     def value(self, atom: Any) -> _Value | None:
@@ -152,6 +156,9 @@ class _Builder:
 
     def leaf(self, var: Any, kind: str = "") -> _Value | None:
         """An input; None if its shape alone does not say of which kind it is."""
+        var = self.outside(var)
+        if _jax.is_literal(var):
+            return None
         kind = kind or self.kind_of(tuple(var.aval.shape))
         if not kind or str(var.aval.dtype) not in FLOATS:
             return None
@@ -159,6 +166,10 @@ class _Builder:
             self.leaves[var] = len(self.kinds)
             self.kinds.append((kind, str(var.aval.dtype)))
         return _Value(Input(self.leaves[var]), self.kinds[self.leaves[var]][0])
+
+    def outside(self, atom: Any) -> Any:
+        """What an input of a call is in the body."""
+        return atom if _jax.is_literal(atom) else self.names.get(atom, atom)
 
     def kind_of(self, shape: tuple[Any, ...]) -> str:
         """The kind of an array of a shape, as an operand beside rows."""
@@ -202,8 +213,13 @@ class _Builder:
 
         if inner.constvars:
             raise _No
-        for one in inner.eqns:
-            made[one.outvars[0]] = self.of_equation(one, inside)
+        before, self.calls = self.names, self.calls + 1
+        self.names = before | {i: self.outside(o) for i, o in env.items()}
+        try:
+            for one in inner.eqns:
+                made[one.outvars[0]] = self.of_equation(one, inside)
+        finally:
+            self.names, self.calls = before, self.calls - 1
         found = inside(inner.outvars[0])
         if found is None:
             raise _No
@@ -263,7 +279,8 @@ class _Builder:
 
     def of_elementwise(self, eqn: Any, out: Any, read: Any) -> _Value:
         shape = tuple(out.aval.shape)
-        if not (self.kind_of(shape) or shape == self.lead):
+        of_rows = self.kind_of(shape) or shape == self.lead
+        if not (of_rows or (self.calls and shape == (self.d,))):
             raise _No
         found = [self.beside(v, shape, read) for v in eqn.invars]
         dtype, name = str(out.aval.dtype), eqn.primitive.name
@@ -271,9 +288,9 @@ class _Builder:
             return _folded(eqn, [x.place for x in found])
         kinds = {x.kind for x in found}
         kind = FULL if FULL in kinds or {ROW, COLUMN} <= kinds else ""
-        kind = kind or (ROW if ROW in kinds else "")
-        if not kind:
-            raise _No  # of columns alone, which is little
+        kind = kind or next(k for k in (ROW, COLUMN, ONE) if k in kinds)
+        if kind in (COLUMN, ONE) and not self.calls:
+            raise _No  # it is little, and stays outside
         if dtype not in (*FLOATS, "bool") and not (kind == FULL and _stores(eqn)):
             raise _No
         if any(str(v.aval.dtype) in STORED for v in eqn.invars):
@@ -292,8 +309,8 @@ class _Builder:
     def beside(self, atom: Any, shape: tuple[int, ...], read: Any) -> _Value:
         """An operand of an elementwise equation whose result has a shape."""
         found = read(atom)
-        if found is None and tuple(atom.aval.shape) == shape == self.lead:
-            found = self.leaf(atom, ROW)
+        if found is None and tuple(atom.aval.shape) == shape != ():
+            found = self.leaf(atom, ROW if shape == self.lead else COLUMN)
         if found is None:
             raise _No
         return found

@@ -71,7 +71,7 @@ def _parts(atom: Any, makers: Mapping[Any, Any]) -> Any:
     The shared one has heads as an axis of size 1. None if there are no such arrays.
     """
     order = tuple(range(4))
-    maker = _maker(atom, makers)
+    maker = _maker(_as_it_was(atom, makers), makers)
     if maker is not None and maker.primitive.name == "transpose":
         order = tuple(maker.params["permutation"])
         maker = _maker(maker.invars[0], makers)
@@ -104,6 +104,17 @@ def _without_heads(atom: Any, heads: int, makers: Mapping[Any, Any]) -> Any:
     )
     whole = math.prod(view.source.aval.shape) == math.prod(shape)
     return (view.source, shape) if lies and whole and not view.offset else None
+
+
+def _as_it_was(atom: Any, makers: Mapping[Any, Any]) -> Any:
+    """The variable of the same shape from which reshapes make an operand."""
+    found = atom
+    while (maker := _maker(atom, makers)) is not None:
+        if maker.primitive.name != "reshape" or maker.params["dimensions"] is not None:
+            break
+        atom = maker.invars[0]
+        found = atom if atom.aval.shape == found.aval.shape else found
+    return found
 
 
 def _maker(atom: Any, makers: Mapping[Any, Any]) -> Any:

@@ -60,6 +60,18 @@ def flax_rms(x: Any, scale: Any) -> Any:
     return linen.RMSNorm(dtype=x.dtype).apply({"params": {"scale": scale}}, x)
 
 
+@jax.jit
+def jitted(x: Any, scale: Any) -> Any:
+    """In a call of its own, with columns that are computed there."""
+    y = x.astype(F32)
+    root = lax.rsqrt(jnp.mean(y * y, -1) + 1e-6)
+    return (y * root[..., None] * (1 + scale.astype(F32))).astype(x.dtype)
+
+
+def jitted_twice(x: Any, scale: Any) -> Any:
+    return jitted(jitted(x, scale) * x, -scale)
+
+
 def none(x: Any, scale: Any) -> Any:
     return x * scale
 
@@ -115,6 +127,7 @@ NORMS = {
     f.__name__: f
     for f in (
         rms, rms_in_float32, rms_without_scale, layer, layer_of_squares, flax_rms, none,
+        jitted, jitted_twice,
     )
 }  # fmt: skip
 QUANTIZED = {
@@ -240,6 +253,8 @@ CASES = [
     ("layer_of_squares", "clipped_first", BF16, Teams(1, 1, 4, 3, 1)),
     ("flax_rms", "unclipped", BF16, Teams(1, 4, 1, 2)),
     ("layer", "of_qwix", BF16, None),
+    ("jitted", "divided", BF16, None),
+    ("jitted_twice", "in_its_dtype", F32, Teams(1, 2, 1, 2)),
 ]
 
 
@@ -361,6 +376,26 @@ def test_transformed_it_is_the_program() -> None:
         np.testing.assert_allclose(
             np.asarray(got, F32), np.asarray(want, F32), 1e-5, 1.0
         )
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_behind_a_replaced_norm(op: str) -> None:
+    """The site's own definition is computed; the norm is a result, too."""
+    args = given((4, 512), BF16)[:2]
+    norm = {"layer_norm": layer, "rms_norm": rms}[op]
+
+    def run(x: Any, scale: Any) -> Any:
+        y = norm(x, scale)
+        return *divided(y), y
+
+    fast = rewriter.optimize(run, implementation={op: "hopper"})
+    jaxpr = jax.make_jaxpr(fast)(*args)
+    while not any(e.primitive.name == "rewriter_site" for e in jaxpr.eqns):
+        jaxpr = jaxpr.eqns[0].params["jaxpr"]
+    after, (_,) = quantized_rows.PASS(jaxpr, H200)
+    assert "rewriter_site" not in kept_out(after)
+    check(jaxpr_as_fun(jaxpr), args)
 
 
 def layers(x: Any, scales: Any, weights: Any) -> Any:

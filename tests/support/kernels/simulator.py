@@ -403,5 +403,6 @@ def _replace_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pallas_gpu_rows, "quotient", lambda x, y: x / np.float32(y))
     patch.setattr(pallas_gpu_rows, "nearest_whole", np.rint)
     patch.setattr(pallas_gpu_rows, "floor", np.floor)
+    patch.setattr(pallas_gpu_rows, "square_root", np.sqrt)
     patch.setattr(pallas_gpu_rows, "store_in_eight_bits", stand_ins.write_eight_bits)
     patch.setattr(pallas_gpu_rows, "store_number", stand_ins.write_number)
