@@ -30,3 +30,6 @@ OPS = {
     "embedding": "embedding",
     "embedding_lookup": "embedding",
 }
+
+ROWS = "quantized_rows"
+"""The folder of the kernel that computes programs of rows, which are no op."""

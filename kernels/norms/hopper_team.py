@@ -148,16 +148,16 @@ class Team:
         self.fetch(after, (turn > 0) & (after < self.steps))
 
     def keep(self) -> None:
-        """Copies scale and bias to shared memory, if there are."""
+        """Copies what there is for each column, as scale and bias, to shared memory."""
         if "kept" not in self.shared:
             return
         ready = self.shared["kept"].at[0]
 
         @pallas_gpu.when(self.warpgroup == 0)
         def _() -> None:
-            for name in ("scale", "bias"):
-                if f"kept_{name}" in self.shared:
-                    _copy(self.refs[name], self.shared[f"kept_{name}"], ready)
+            for name, place in self.shared.items():
+                if name.startswith("kept_"):
+                    _copy(self.refs[name.removeprefix("kept_")], place, ready)
 
         plgpu.barrier_wait(ready)
 

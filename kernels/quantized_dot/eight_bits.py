@@ -93,10 +93,10 @@ def promoted(spec: Spec) -> int:
 
     0 is for any number of steps.
     """
-    if spec.dtype("x") not in FLOATS:
+    most = PROMOTED.get(spec.param("precision"), 0)
+    if spec.dtype("x") not in FLOATS or not most:
         return 0
-    steps = sizes(spec)[1] // STEP
-    return math.gcd(steps, PROMOTED.get(spec.param("precision"), 0))
+    return math.gcd(sizes(spec)[1] // STEP, most)
 
 
 def supports(spec: Spec) -> Verdict:

@@ -75,6 +75,153 @@ def store(reference: Any, value: Array) -> None:
     emit(value, reference)
 
 
+def quotient(x: Array, divisor: Any) -> Array:
+    """Returns float32 [width] divided by one number, as a division rounds it.
+
+    The number's inverse is multiplied, and what that leaves is added. With the inverse
+    rounded to the nearest, so is the quotient (Markstein, "Computation of elementary
+    functions on the IBM RISC System/6000 processor", 1990, theorem 8.1), but for
+    quotients below 2^-100. Both are scaled by a power of two where the number is tiny
+    or huge. Where the rest is NaN, as for a divisor that is 0 or infinite, the product
+    is what a division gives.
+    """
+    layout = spread(x.shape[0])
+    number = jnp.asarray(divisor, jnp.float32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+    )
+    def emit(context: Any, x: Any, divisor: Any) -> Any:
+        del context
+        f32 = ir.F32Type.get()
+        scalar = divisor.registers.item()
+        size = _of_scalar("abs.f32 $0, $1;", scalar)
+        tiny = arith.cmpf(arith.CmpFPredicate.OLT, size, mgpu.c(2.0**-62, f32))
+        huge = arith.cmpf(arith.CmpFPredicate.OGT, size, mgpu.c(2.0**62, f32))
+        scale = arith.select(tiny, mgpu.c(2.0**64, f32), mgpu.c(1.0, f32))
+        scale = arith.select(huge, mgpu.c(2.0**-64, f32), scale)
+        scaled = arith.mulf(scalar, scale)
+        inverse = _of_scalar("rcp.rn.f32 $0, $1;", scaled)
+        text = (
+            "{ .reg .f32 a, q, r, n; .reg .pred p; mul.rn.f32 a, $1, $2;"
+            " mul.rn.f32 q, a, $3; neg.f32 n, $4; fma.rn.f32 r, n, q, a;"
+            " fma.rn.f32 r, r, $3, q; testp.number.f32 p, r; selp.f32 $0, r, q, p; }"
+        )
+
+        def one(value: Any) -> Any:
+            given = [value, scale, inverse, scaled]
+            return llvm.inline_asm(f32, given, text, "=f,f,f,f,f")
+
+        registers = np.empty_like(x.registers)
+        for at, register in np.ndenumerate(x.registers):
+            registers[at] = _by_number(one, register)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=x.layout, _is_signed=None
+        )
+
+    return emit(x, number)
+
+
+def nearest_whole(x: Array) -> Array:
+    """Returns float32 [width] rounded to whole numbers, halves to even ones."""
+    return _of_each("cvt.rni.f32.f32 $0, $1;", x)
+
+
+def square_root(x: Array) -> Array:
+    """Returns the square roots of float32 [width], or of one number, as rounded."""
+    return _of_each("sqrt.rn.f32 $0, $1;", x)
+
+
+def floor(x: Array) -> Array:
+    """Returns the largest whole numbers that are not above float32 [width]."""
+    return _of_each("cvt.rmi.f32.f32 $0, $1;", x)
+
+
+def _of_each(text: str, x: Array) -> Array:
+    """Returns what an instruction gives for each number; of one number, for that."""
+    layout = spread(x.shape[0]) if x.shape else plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+    )
+    def emit(context: Any, x: Any) -> Any:
+        del context
+        one = lambda value: _of_scalar(text, value)
+        registers = np.empty_like(x.registers)
+        for at, register in np.ndenumerate(x.registers):
+            vector = isinstance(register.type, ir.VectorType)
+            registers[at] = _by_number(one, register) if vector else one(register)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=x.layout, _is_signed=None
+        )
+
+    return emit(x)
+
+
+EIGHT_BITS = {
+    "int8": (
+        "{ .reg .s32 a; cvt.rzi.s32.f32 a, $1;"
+        " min.s32 a, a, 127; max.s32 $0, a, -128; }"
+    ),
+    "float8_e4m3fn": (
+        "{ .reg .b16 n; cvt.rn.satfinite.e4m3x2.f32 n, 0f00000000, $1;"
+        " cvt.u32.u16 $0, n; }"
+    ),
+    "float8_e5m2": (
+        "{ .reg .b16 n; cvt.rn.satfinite.e5m2x2.f32 n, 0f00000000, $1;"
+        " cvt.u32.u16 $0, n; }"
+    ),
+}
+"""Instructions from a float32 to a number of 8 bits, in 32.
+
+XLA's conversions to int8 go towards 0 and stop at its ends. Those to 8-bit floats round
+to the nearest. On this GPU they stop at the largest number, too, where other platforms
+give NaN or infinity.
+"""
+
+
+def store_in_eight_bits(reference: Any, value: Array) -> None:
+    """Writes float32 [width] to memory in 8 bits, converted as XLA does."""
+    text = EIGHT_BITS[jnp.dtype(reference.dtype).name]
+
+    @plgpu.inline_mgpu(arg_types=(spread(value.shape[0]), plgpu.RefType()))
+    def emit(context: Any, value: Any, target: ir.Value) -> None:
+        del context
+        (register,) = value.registers.flat
+        count = ir.VectorType(register.type).shape[0]
+        i32, byte = (ir.IntegerType.get_signless(n) for n in (32, 8))
+        made = llvm.mlir_undef(ir.VectorType.get((count,), byte))
+        for i in range(count):
+            given = [_element(register, i)]
+            number = llvm.inline_asm(i32, given, text, "=r,f")
+            made = llvm.insertelement(made, arith.trunci(byte, number), _integer(i))
+        start = utils.memref_ptr(target)
+        start = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), start)
+        lane = arith.andi(_thread(), _integer(LANES - 1))
+        offset = arith.muli(lane, _integer(count))
+        llvm.store(made, utils.getelementptr(start, [offset], byte), alignment=count)
+
+    emit(value, reference)
+
+
+def store_number(reference: Any, value: Any) -> None:
+    """Writes one float32, the same in all lanes, by the first lane of a warpgroup."""
+    number = jnp.asarray(value, jnp.float32)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, plgpu.RefType()))
+    def emit(context: Any, value: Any, target: ir.Value) -> None:
+        del context
+        lane = arith.andi(_thread(), _integer(LANES - 1))
+        start = utils.memref_ptr(target)
+        start = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), start)
+        text = "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p st.global.f32 [$0], $1; }"
+        _assembly(text, "l,f,r,~{memory}", start, value.registers.item(), lane)
+
+    emit(number, reference)
+
+
 def zeros(width: int) -> Array:
     """Returns float32 [width] of zeros in registers."""
     return plgpu.layout_cast(jnp.zeros((width,), jnp.float32), spread(width))
@@ -233,6 +380,19 @@ def _wait_for_team(warpgroups: int) -> None:
     name = arith.subi(_integer(LAST_NAMED), team)
     text = f"bar.sync $0, {LANES * warpgroups};"
     _assembly(text, "r,~{memory}", name)
+
+
+def _by_number(one: Callable[[Any], Any], register: ir.Value) -> ir.Value:
+    """A register of what a function gives for each of its numbers."""
+    made = llvm.mlir_undef(register.type)
+    for i in range(ir.VectorType(register.type).shape[0]):
+        made = llvm.insertelement(made, one(_element(register, i)), _integer(i))
+    return made
+
+
+def _of_scalar(text: str, value: ir.Value) -> ir.Value:
+    """What an instruction from float32 to float32 gives."""
+    return llvm.inline_asm(ir.F32Type.get(), [value], text, "=f,f")
 
 
 def _thread() -> ir.Value:

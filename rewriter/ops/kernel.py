@@ -213,6 +213,10 @@ class Traits:
             heads, h] that has more heads. They get ``packed=``, for names of such
             operands the array and the operand's `Heads` in it. Whether they read the
             operand or the array, they compute the same.
+        shares: Operands [b, s, n, h] that `forward` also reads as two arrays, joined
+            along the last axis, of which one is [b, s, 1, …] for all heads. It gets
+            ``shared=``, for names of such operands both arrays in their order. Whether
+            it reads the operand or these, it computes the same.
         joins: Operands whose cotangents `backward` also writes into one array [b, t,
             heads, h]. It gets ``joined=``, for names of such operands the `Heads` of
             the cotangent in it, which are all of the array's. It returns the array
@@ -238,6 +242,7 @@ class Traits:
     adds_to: str = ""
     swaps: tuple[tuple[str, int, int], ...] = ()
     packs: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
     joins: tuple[str, ...] = ()
     exportable: bool = True
     needs_devices: bool = False

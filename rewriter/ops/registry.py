@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from rewriter import errors
-from rewriter.kernels.index import OPS
+from rewriter.kernels.index import OPS, ROWS
 from rewriter.ops.kernel import Kernel
 from rewriter.ops.op import Op
 from rewriter.patterns.index import COUNTED, LOOK_ALIKES, PATTERNS
@@ -236,3 +236,8 @@ def _duplicate(name: str, first: Any, second: Any) -> errors.DuplicateName:
 def look_alikes() -> Callable[[Any], Iterator[Any]]:
     """Returns the function of a graph to words about what no pattern finds in it."""
     return importlib.import_module(f"rewriter.patterns.{LOOK_ALIKES}").look_alikes
+
+
+def row_kernel() -> Any:
+    """Returns the kernel of programs of rows; see `rewriter.ops.row_program`."""
+    return importlib.import_module(f"rewriter.kernels.{ROWS}").KERNEL

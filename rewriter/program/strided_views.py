@@ -34,18 +34,21 @@ class View:
     strides: tuple[int, ...]
 
 
-def view_of(atom: Any, makers: Mapping[Any, Any]) -> View | None:
+def view_of(atom: Any, makers: Mapping[Any, Any], repeats: bool = False) -> View | None:
     """Returns a value as a view of an array; None for literals and symbolic sizes.
 
     Args:
         atom: A variable.
         makers: The equation that makes a variable, for all of a body but its inputs.
+        repeats: Whether an axis may repeat the others: its stride is then 0.
     """
     if _jax.is_literal(atom) or not _has_numbers(atom.aval.shape):
         return None
     maker = makers.get(atom)
     rule = None if maker is None else _RULES.get(maker.primitive.name)
-    before = view_of(maker.invars[0], makers) if rule else None
+    if repeats and maker is not None:
+        rule = _REPEATING.get(maker.primitive.name, rule)
+    before = view_of(maker.invars[0], makers, repeats) if rule else None
     found = rule(maker, before, atom) if rule and before else None
     return found or whole(atom)
 
@@ -57,10 +60,11 @@ def _has_numbers(shape: Sequence[Any]) -> bool:
 def whole(atom: Any) -> View:
     """Returns an array as a view of itself."""
     shape = tuple(atom.aval.shape)
-    return View(atom, 0, shape, _row_major(shape))
+    return View(atom, 0, shape, row_major(shape))
 
 
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of an array."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -124,6 +128,24 @@ def _broadcast(eqn: Any, x: View, out: Any) -> View | None:
     return View(x.source, x.offset, shape, tuple(strides))
 
 
+def _repeated(eqn: Any, x: View, out: Any) -> View:
+    shape, places = tuple(out.aval.shape), eqn.params["broadcast_dimensions"]
+    strides = [0] * len(shape)
+    for place, stride, size in zip(places, x.strides, x.shape, strict=True):
+        strides[place] = stride if size == shape[place] else 0
+    return View(x.source, x.offset, shape, tuple(strides))
+
+
+def _tiled(eqn: Any, x: View, out: Any) -> View | None:
+    """Only an axis of size 1 is repeated without a second axis."""
+    reps = eqn.params["reps"]
+    if any(n != 1 and d != 1 for n, d in zip(reps, x.shape, strict=True)):
+        return None
+    pairs = zip(reps, x.strides, strict=True)
+    strides = tuple(0 if n > 1 else s for n, s in pairs)
+    return View(x.source, x.offset, tuple(out.aval.shape), strides)
+
+
 def _reshaped(eqn: Any, x: View, out: Any) -> View | None:
     if eqn.params.get("dimensions") is not None:
         return None
@@ -168,3 +190,6 @@ _RULES: dict[str, Callable[[Any, View, Any], View | None]] = {
     "broadcast_in_dim": _broadcast, "reshape": _reshaped, "copy": _same, "name": _same,
     "unstack": _unstacked,
 }  # fmt: skip
+
+_REPEATING = {"broadcast_in_dim": _repeated, "tile": _tiled}
+"""Those of primitives that may repeat an array, in place of the ones above."""

@@ -26,6 +26,7 @@ from rewriter.program.propagation import Placement
 from rewriter.rewrite.passes import (
     aligned_products,
     erfc_in_16_bits,
+    quantized_rows,
     recompute,
     recompute_activations,
 )
@@ -127,6 +128,10 @@ PASSES = (
         steps.save_in_checkpoints,
         lambda p: p.replaced or p.config.checkpoint_memory > 0,
         optional=True,
+    ),
+    beside_sites(
+        quantized_rows.PASS,
+        lambda p: p.primitives >= quantized_rows.WANTED and not (p.spread or p.strict),
     ),
     Pass(
         "residual_adds",

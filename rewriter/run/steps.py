@@ -47,6 +47,7 @@ from rewriter.rewrite.passes.gradients_with_results import compute_together
 from rewriter.rewrite.passes.joined_gradients import join_gradients
 from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.packed_operands import use_packed_operands
+from rewriter.rewrite.passes.shared_parts import use_shared_parts
 from rewriter.rewrite.replacements import pairs_of
 from rewriter.rewrite.splice import Splice
 from rewriter.rewrite.unfold import TurnsDiffer, unfold
@@ -351,9 +352,10 @@ def pass_transposed_operands(program: Program) -> Program:
 def pass_packed_operands(program: Program) -> Program:
     """Passes operands that are parts of one array to kernels without a copy.
 
-    Gradients that are put together into one array are written into it likewise.
+    Gradients that are put together into one array are written into it likewise, and
+    parts that all heads share are not copied to each.
     """
-    read = use_packed_operands(program.closed_jaxpr)
+    read = use_shared_parts(use_packed_operands(program.closed_jaxpr))
     return replace(program, closed_jaxpr=join_gradients(read))
 
 

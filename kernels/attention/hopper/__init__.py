@@ -40,6 +40,7 @@ from rewriter.kernels.attention.hopper.dtypes import (
     takes_halves,
 )
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
+from rewriter.kernels.attention.hopper.shared_keys import takes_shared
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
 from rewriter.kernels.attention.hopper.widths import COPIED, filled, filled_backward
 from rewriter.kernels.attention.hopper.widths import widths as widths
@@ -216,6 +217,8 @@ def _with_widths(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
         if made[name] is given[name]
     }
     made.pop("packed", None)
+    if "shared" in made and not takes_shared(made, made["k"] is given["k"]):
+        del made["shared"]
     return made | ({"packed": packed} if packed else {})
 
 
@@ -236,6 +239,6 @@ KERNEL = by_entry(
         Space(BackwardTiles, backward_default, backward_configs, fits_backward),
         deterministic=deterministic, saves_out=True, merges=True, saves=saves,
         swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)), packs=("q", "k", "v"),
-        joins=("q", "k", "v"),
+        shares=("k",), joins=("q", "k", "v"),
     )
 )  # fmt: skip

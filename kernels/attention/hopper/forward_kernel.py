@@ -22,7 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.empty_rows import AVERAGED, ZERO
-from rewriter.kernels.attention.hopper import block_masks, pallas, panels, short_kernel
+from rewriter.kernels.attention.hopper import (
+    block_masks,
+    pallas,
+    panels,
+    shared_keys,
+    short_kernel,
+)
 from rewriter.kernels.attention.hopper.blocks import (
     Mask,
     blocks_ahead,
@@ -311,7 +317,11 @@ class _Block:
         x, ready = self.named, self.named[f"{name}_ready"].at[slot]
         at = (entry, head, rows) if name in self.p.swapped else (entry, rows, head)
         place = x[f"{name}_rows"].at[slot]
-        for source, target in panels.parts(self.given[name], at, place):
+        if name == "k" and shared_keys.SECOND in self.given:
+            found = shared_keys.parts(self.given, at, place)
+        else:
+            found = panels.parts(self.given[name], at, place)
+        for source, target in found:
             plgpu.copy_gmem_to_smem(source, target, ready)
 
     def copy(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.hopper import shared_keys
 from rewriter.kernels.attention.hopper.block_masks import Masks
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper.widths import EDGE
@@ -72,6 +73,7 @@ class Use:
         joined: The heads of cotangents in one array that is to hold them, by names
             among q, k and v.
         read: What it reads, by name: `rewriter.kernels.attention.scored_form`.
+        shared: For k, perhaps, two arrays to read instead; see `shared_keys`.
     """
 
     q: Array
@@ -100,10 +102,13 @@ class Use:
     packed: Mapping[str, tuple[Array, Heads]] = field(default_factory=dict)
     joined: Mapping[str, Heads] = field(default_factory=dict)
     read: Mapping[str, Array] = field(default_factory=dict)
+    shared: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Array]:
         """Returns the arrays from which q, k and v are read, by name."""
         own = {"q": self.q, "k": self.k, "v": self.v}
+        for both in self.shared.values():
+            own |= shared_keys.arrays(both)
         return own | {name: array for name, (array, _) in self.packed.items()}
 
     @property
@@ -135,7 +140,8 @@ class Use:
         Args:
             widths: The widths of heads of q and of v that kernels read.
         """
-        return any(x % EDGE for x in self.lengths) or widths != self.widths
+        odd = any(x % EDGE for x in self.lengths)
+        return odd or widths != self.widths or bool(self.shared)
 
     @property
     def extra(self) -> dict[str, Any]:

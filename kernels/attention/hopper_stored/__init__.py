@@ -171,17 +171,24 @@ def forward(
     axes = "pkzh" if {"k", "v"} <= set(swapped) else "pzkh"
     for name, x in (("k", k), ("v", v)):
         given[name] = x.swapaxes(1, 2) if axes == "pkzh" else x
-    given |= _limits(
-        b, t, s, group, queries, window, shift, offset, kv_lengths, empty_rows,
-        config.keys,
-    )  # fmt: skip
+    if t == 1 and window == (None, None):
+        every = jnp.full((b,), s) if kv_lengths is None else kv_lengths
+        given["lengths"] = every.astype(jnp.int32)
+    else:
+        given |= _limits(
+            b, t, s, group, queries, window, shift, offset, kv_lengths, empty_rows,
+            config.keys,
+        )  # fmt: skip
     uses, factors, beside = {}, [], []
     for name, widen, x, own in (("k", widen_k, k, k_scale), ("v", widen_v, v, v_scale)):
         behind = widen == BEHIND
         how = _steps(widen, q.dtype.name, x.dtype.name)
         uses[name] = _use(name, how, q.dtype.name, x, config.keys)
         if own is not None:
+            # Where a kernel multiplies by them, 16 bits are read as they are.
+            as_is = behind and own.dtype.name in SIXTEEN and not heads % (2 * BESIDE)
             dtype = "float32" if behind else dict(how.dtypes)["scale"]
+            dtype = own.dtype.name if as_is else dtype
             wide = jnp.broadcast_to(own.astype(dtype), (b, s, heads, 1))[..., 0]
             if behind and axes == "pzkh" and heads % BESIDE == 0:
                 beside.append(f"{name}_scale")
@@ -193,6 +200,7 @@ def forward(
     p = Problem(
         heads, rows, scale, empty_rows in ZERO, axes, uses["k"], uses["v"],
         tuple(factors), tuple(beside), jnp.dtype(out).name, config,
+        empty_rows in AVERAGED,
     )  # fmt: skip
     made = attention(p, given).reshape(b, heads, t, group, e)
     return made.transpose(0, 2, 1, 3, 4).reshape(b, t, n, e)

@@ -90,7 +90,8 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
     for change in (
         {"keys": KEYS}, {"keys": KEYS, "turns": 4, "stages": 8},
         {"splits": 1, "parts": 1}, {"parts": 2 * own.parts}, {"splits": 2},
-        {"turns": 4},
+        {"turns": 4}, {"splits": 1, "parts": own.splits * own.parts},
+        {"keys": KEYS, "parts": 2 * own.parts},
     ):  # fmt: skip
         found.append(with_stages(replace(own, **change), spec))
     return list(dict.fromkeys(found))

@@ -57,6 +57,7 @@ class Problem:
         beside: The names of scales of which those of all heads lie beside each other.
         dtype: The result's dtype.
         config: The tiles.
+        averaged: Whether a query without keys counts all of them the same.
     """
 
     heads: int
@@ -70,6 +71,7 @@ class Problem:
     beside: tuple[str, ...]
     dtype: str
     config: Tiles
+    averaged: bool = False
 
 
 def attention(p: Problem, named: dict[str, Array]) -> Array:
@@ -78,11 +80,12 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
     Args:
         p: The problem.
         named: ``q`` [b * heads, queries, h], with queries in eights. ``k`` and ``v``
-            are laid out by `Problem.axes`. ``limits`` are int32 [b, 3 queries + 2].
-            ``k_scale`` and ``v_scale`` are [b * heads, s], if present, or [b, s, heads]
-            if `Problem.beside` has them. Limits are for
-            each query the first and the last key that it sees, and 1 if all keys count
-            the same. Then follow the first block of keys, and the one behind the last.
+            are laid out by `Problem.axes`. ``k_scale`` and ``v_scale`` are
+            [b * heads, s], if present, or [b, s, heads] if `Problem.beside` has them.
+            ``lengths`` are int32 [b], where all queries of a sequence see as many keys.
+            Elsewhere there are ``limits``, int32 [b, 3 queries + 2]: for each query the
+            first and the last key that it sees, and 1 if all keys count the same. Then
+            follow the first block of keys, and the one behind the last.
     """
     pairs, queries, h = named["q"].shape
     e, config = named["v"].shape[3], p.config
@@ -146,16 +149,50 @@ class _Block:
         self.pair = lax.div(self.program, parts)
         self.sequence = lax.div(self.pair, jnp.int32(p.heads))
         self.head = self.pair - self.sequence * p.heads
-        last = given["limits"].shape[1]
-        low, high = (
-            pallas.scalar(given["limits"], self.sequence, last - i) for i in (2, 1)
-        )
+        low, high = self.blocks()
         splits = p.config.splits
         part = (self.program - self.pair * parts) * splits
         part = part + lax.axis_index(PART) if splits > 1 else part
         count, splits = high - low, splits * p.config.parts
         self.first = low + lax.div(part * count, jnp.int32(splits))
         self.end = low + lax.div((part + 1) * count, jnp.int32(splits))
+
+    def blocks(self) -> tuple[Any, Any]:
+        """The first block of keys that a query sees, and the one behind the last."""
+        if "limits" not in self.given:
+            _, last, _ = self.of_length()
+            keys = self.p.config.keys
+            return jnp.int32(0), lax.div(last + keys, jnp.int32(keys))
+        limits = self.given["limits"]
+        end = limits.shape[1]
+        low, high = (pallas.scalar(limits, self.sequence, end - i) for i in (2, 1))
+        return low, high
+
+    def of_length(self) -> tuple[Any, Any, Any]:
+        """The first and the last key of a sequence, and from which all are the same."""
+        s = self.given["v"].shape[self.p.axes.index("z")]
+        end = jnp.minimum(pallas.scalar(self.given["lengths"], self.sequence), s)
+        last = jnp.maximum(end, 0) - 1
+        if not self.p.averaged:
+            return jnp.int32(0), last, None
+        same = jnp.where(last < 0, jnp.int32(0), jnp.int32(s))
+        return jnp.int32(0), jnp.where(last < 0, jnp.int32(s - 1), last), same
+
+    def limits(self, shape: tuple[int, int]) -> tuple[Any, Any, Any]:
+        """The same as `of_length`, or for each of the queries."""
+        if "limits" not in self.given:
+            return self.of_length()
+        count, limits = shape[1], self.given["limits"]
+        first, last, same = (
+            pallas.across(
+                pallas.read(
+                    limits.at[self.sequence, pl.ds(i * count, count)], pallas.COLUMNS
+                ),
+                shape,
+            )
+            for i in range(3)
+        )
+        return first, last, same
 
     def run(self) -> None:
         """Runs this warpgroup's part."""
@@ -220,16 +257,7 @@ class _Block:
         plgpu.barrier_wait(x["q_ready"].at[0])
         queries, e = x["q_tiles"].shape[1], x["partial"].shape[2]
         shape = (KEYS, queries)
-        limits = [
-            pallas.across(
-                pallas.read(
-                    self.given["limits"].at[self.sequence, pl.ds(i * queries, queries)],
-                    pallas.COLUMNS,
-                ),
-                shape,
-            )
-            for i in range(3)
-        ]
+        limits = self.limits(shape)
 
         def one(i: Any, carry: Any) -> Any:
             return self.add(turn, turn + i * turns, i, limits, carry)
@@ -303,7 +331,10 @@ class _Block:
         first, last, same = limits
         shape = scores.shape
         key = pallas.along(pallas.row_positions(KEYS), shape) + start
-        scores = jnp.where(same > 0, 0.0, scores)
+        if "limits" in self.given:
+            scores = jnp.where(same > 0, 0.0, scores)
+        elif same is not None:
+            scores = jnp.where(key >= same, 0.0, scores)
         return jnp.where((key >= first) & (key <= last), scores, -jnp.inf)
 
     def joined(self, name: str, slot: Any) -> list[Any]:

@@ -91,7 +91,9 @@ def test_lowers_on_a_cpu(widen: str, t: int, stored: str) -> None:
     how = {"widen_k": widen, "widen_v": widen, "config": Tiles(4, 2, 2, keys=128)}
     call = jax.jit(lambda x: KERNEL.forward(**x, **how))
     exported = jax.export.export(call, platforms=["cuda"])(given)
-    assert exported.mlir_module().count("mosaic_gpu_v2") == 1
+    text = exported.mlir_module()
+    assert text.count("mosaic_gpu_v2") == 1
+    assert t > 1 or "stablehlo.minimum" not in text  # lengths are the kernel's
     assert [x.shape for x in exported.out_avals] == [(2, t, 8, 128)]
 
 
@@ -128,6 +130,9 @@ USES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a wider result": ({}, {"out_dtype": "float32"}),
     "a scale of scores": ({}, {"scale": 0.088}),
     "scales of eight heads": ({"n": 16, "heads": 8}, {}),
+    "scales of 16 bits": (
+        {"n": 16, "heads": 8, "kv_lengths": np.array([200, 3], "uint8")}, {}
+    ),
 }  # fmt: skip
 
 
@@ -153,7 +158,8 @@ SIMULATED = [
 def test_simulated(name: str, widen: str, config: Tiles) -> None:
     """The kernel's turns: a Python thread per warpgroup, one block after the other."""
     sizes, params = USES[name]
-    given = make(**sizes, scale="bfloat16" if widen == NARROW else "float32")
+    short = widen == NARROW or name == "scales of 16 bits"
+    given = make(**sizes, scale="bfloat16" if short else "float32")
     params = {"scale": 0.1, **params, "widen_k": widen, "widen_v": widen}
     with simulator.simulated_stored_attention():
         got = KERNEL.forward(**given, **params, config=config)
@@ -169,7 +175,8 @@ def test_simulated(name: str, widen: str, config: Tiles) -> None:
 @pytest.mark.parametrize("name", USES)
 def test_numbers(name: str, widen: str, config: Tiles | None) -> None:
     sizes, params = USES[name]
-    given = make(**sizes, scale="bfloat16" if widen == NARROW else "float32")
+    short = widen == NARROW or name == "scales of 16 bits"
+    given = make(**sizes, scale="bfloat16" if short else "float32")
     params = {"scale": 0.1, **params, "widen_k": widen, "widen_v": widen}
     use = spec_of(STORED, given, params)
     assert hopper_stored.supports(use).ok, hopper_stored.supports(use)

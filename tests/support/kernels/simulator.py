@@ -52,6 +52,7 @@ from rewriter.kernels.norms import hopper_team as norms_team
 from rewriter.kernels.norms import hopper_tiles as norms_tiles
 from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
 from rewriter.kernels.quantized_dot.few_rows import kernel as few_rows
+from rewriter.kernels.quantized_rows import hopper_kernel as quantized_rows
 from rewriter.kernels.ragged.dot.hopper import (
     by_groups,
     by_rows,
@@ -364,7 +365,8 @@ def simulated_rows_of_logits() -> Iterator[None]:
 @contextmanager
 def simulated_norms() -> Iterator[None]:
     """Within, those of norms of rows do."""
-    kernels = norms_kernel, norms_team, norms_tiles, group_norm_kernel
+    norms = norms_kernel, norms_team, norms_tiles
+    kernels = *norms, group_norm_kernel, quantized_rows
     with _replaced(kernels, pallas_gpu) as patch:
         _replace_rows(patch)
         _replace_tiles(patch)
@@ -398,3 +400,9 @@ def _replace_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pallas_gpu_rows, "wait_for_block", every)
     patch.setattr(pallas_gpu_rows, "loaded", lambda x: x.view().astype(np.float32))
     patch.setattr(pallas_gpu_rows, "loaded_as_is", lambda x: x.view().copy())
+    patch.setattr(pallas_gpu_rows, "quotient", lambda x, y: x / np.float32(y))
+    patch.setattr(pallas_gpu_rows, "nearest_whole", np.rint)
+    patch.setattr(pallas_gpu_rows, "floor", np.floor)
+    patch.setattr(pallas_gpu_rows, "square_root", np.sqrt)
+    patch.setattr(pallas_gpu_rows, "store_in_eight_bits", stand_ins.write_eight_bits)
+    patch.setattr(pallas_gpu_rows, "store_number", stand_ins.write_number)

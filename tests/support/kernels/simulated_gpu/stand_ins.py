@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from rewriter.kernels.attention.hopper import pallas
@@ -89,6 +90,21 @@ def _joined(
 def write(reference: machine.Reference, value: np.ndarray) -> None:
     assert value.dtype == reference.dtype
     reference[...] = value
+
+
+def write_eight_bits(reference: machine.Reference, value: np.ndarray) -> None:
+    assert value.dtype == np.float32
+    if reference.dtype == np.int8:
+        value = np.trunc(np.clip(np.nan_to_num(value, nan=0.0), -128, 127))
+    else:
+        most = np.float32(ml_dtypes.finfo(reference.dtype).max)
+        value = np.clip(value, -most, most)
+    reference[...] = value.astype(reference.dtype)
+
+
+def write_number(reference: machine.Reference, value: Any) -> None:
+    assert np.ndim(value) == 0
+    reference[...] = np.full(1, value, np.float32)
 
 
 def applied(
