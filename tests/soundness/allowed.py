@@ -45,6 +45,16 @@ TOP = {
     )
 }
 """A maximum that is subtracted. Its gradient is 0, as written by what cancels."""
+TOTALS = {
+    rf"\(lambda e: e / {TOTAL}\)\(jnp\.exp\((\w+)"
+    r"(?: - (?:lax\.stop_gradient\()?\1\.max\(-1, keepdims=True\)\)?)?\)\)": (
+        r"jnp.exp(\1 - jax.nn.logsumexp(\1, -1, keepdims=True))"
+    ),
+    r"jax\.nn\.softmax\((\w+), -1\)": (
+        r"jnp.exp(\1 - jax.nn.logsumexp(\1, -1, keepdims=True))"
+    ),
+}
+"""How programs write weights, and the same by the log-sum-exp of their rows."""
 FILL = (
     r"(?:-1e9|-1e4|-1e30|-2\.0 \*\* 31|(?:0\.5 \* )?jnp\.finfo\(jnp\.float32\)\.min)"
     r"(?![\w.])"
@@ -164,6 +174,14 @@ def of_fixed_top(program: Program) -> Program:
     leaves them out: what rounding leaves of the others is seen.
     """
     return _written(program, TOP)
+
+
+def by_total(program: Program) -> Program:
+    """Returns the program with weights by the log-sum-exp of each row.
+
+    Gradients of a kernel are made of that one number of a row, as large as its scores.
+    """
+    return _written(of_fixed_top(program), TOTALS)
 
 
 def shifted(program: Program) -> Program:
