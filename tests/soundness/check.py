@@ -22,7 +22,7 @@ from tests.soundness.program import Program
 
 Pass = Callable[[Joined, Sequence[Program]], Joined]
 
-ATTENTION = ("mask", "operand", "score", "difference")
+ATTENTION = ("mask", "operand", "score", "difference", "computed", "merge")
 """Kinds of programs that are attention."""
 
 
