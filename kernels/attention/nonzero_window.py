@@ -189,7 +189,7 @@ def _computed(step: Step, ins: list[_Outside | None]) -> _Outside | None:
     apart = [x for x in ins if x is not None]
     if step.name == "mul" and len(apart) == 1 and apart[0].value == 0:
         return apart[0]
-    swallows = len(apart) == 1 and apart[0].value <= -SWALLOWS
+    swallows = len(apart) == 1 and float(apart[0].value) <= -SWALLOWS
     if step.name in ("add", "sub") and swallows and ins[0] is apart[0]:
         return apart[0]
     if step.name == "add" and swallows:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rewriter.find.reading import Operand, Reading, Refused
 from rewriter.patterns.attention.axes import name_axes
+from rewriter.patterns.attention.chosen_weights import are_chosen
 from rewriter.patterns.attention.masks import read_masks
 from rewriter.patterns.attention.operands import read_operands
 from rewriter.patterns.attention.precision import read_weights
@@ -36,7 +37,10 @@ def assembled(softmax: Softmax) -> Reading:
     _require_other_than_scores(softmax, operands)
     rows = read_rows(softmax, axes, masks, inputs)
     unshifted = read_unshifted(softmax)
-    empty = {} if rows.give is None else {"empty_rows": rows.give}
+    give = rows.give
+    if give is None and not softmax.parts.sink and are_chosen(softmax):
+        give = "zero"  # no row is empty, but some may be NaN
+    empty = {} if give is None else {"empty_rows": give}
     floats = {} if unshifted is None else {"unshifted": unshifted}
     weights = read_weights(softmax)
     digits = {} if weights is None else {"weights": weights}

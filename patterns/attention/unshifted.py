@@ -14,6 +14,7 @@ from rewriter.find.reading import Refused
 from rewriter.patterns.attention.exponents import all_exponents_of
 from rewriter.patterns.attention.rows import MODERATE
 from rewriter.patterns.attention.softmax import Softmax
+from rewriter.patterns.guarded_maxima import a_guard_enters_a_maximum
 from rewriter.patterns.hidden_keys import hides_keys
 from rewriter.patterns.shifts import (
     Member,
@@ -66,6 +67,8 @@ def read_unshifted(softmax: Softmax) -> str | None:
             raise _refused(OTHER)
     if not all(is_reached(row, m, bases) for m in among):
         raise _refused(VANISH)
+    if not _is_bounded(softmax, 2) and _has_a_floor(softmax):
+        raise _refused(VANISH)
     if not plain or _is_bounded(softmax):
         return None
     if softmax.parts.drop_flag != TRUE:
@@ -77,6 +80,13 @@ def read_unshifted(softmax: Softmax) -> str | None:
             "some exponentials are taken without their maximum, and may overflow"
         )
     return plain.pop()
+
+
+def _has_a_floor(softmax: Softmax) -> bool:
+    """Whether a number replaces the maximum of hidden keys, and may be the largest."""
+    region = softmax.find.below(softmax.scores, softmax.value)
+    nodes = (softmax.ev.g.node_of(v) for v in region)
+    return a_guard_enters_a_maximum(softmax.ev, (n for n in nodes if n is not None))
 
 
 def _refused(text: str) -> Refused:

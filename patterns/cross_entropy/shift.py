@@ -19,6 +19,7 @@ from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import Refused
 from rewriter.patterns.cross_entropy.form import Loss
+from rewriter.patterns.guarded_maxima import a_guard_enters_a_maximum
 from rewriter.patterns.hidden_keys import hides_keys
 from rewriter.patterns.shifts import (
     Row,
@@ -87,6 +88,9 @@ def require_shifted(
         if bases and hides_keys(ev, node.outs[0]):
             raise _refused(VANISH)
     if not all(is_reached(row, m, bases) for m in among):
+        raise _refused(VANISH)
+    guards = find.regions.above(anchor.ins[0], frozenset({"select_n"}))
+    if not bounded and a_guard_enters_a_maximum(ev, guards):
         raise _refused(VANISH)
 
 

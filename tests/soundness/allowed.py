@@ -8,6 +8,7 @@ one that does not.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -44,6 +45,16 @@ TOP = {
     )
 }
 """A maximum that is subtracted. Its gradient is 0, as written by what cancels."""
+TOTALS = {
+    rf"\(lambda e: e / {TOTAL}\)\(jnp\.exp\((\w+)"
+    r"(?: - (?:lax\.stop_gradient\()?\1\.max\(-1, keepdims=True\)\)?)?\)\)": (
+        r"jnp.exp(\1 - jax.nn.logsumexp(\1, -1, keepdims=True))"
+    ),
+    r"jax\.nn\.softmax\((\w+), -1\)": (
+        r"jnp.exp(\1 - jax.nn.logsumexp(\1, -1, keepdims=True))"
+    ),
+}
+"""How programs write weights, and the same by the log-sum-exp of their rows."""
 FILL = (
     r"(?:-1e9|-1e4|-1e30|-2\.0 \*\* 31|(?:0\.5 \* )?jnp\.finfo\(jnp\.float32\)\.min)"
     r"(?![\w.])"
@@ -67,6 +78,9 @@ BOTTOMLESS = {
 }
 """The same of which nothing is smaller."""
 
+MOST_USES = 3
+"""Of how many uses of weights it is told which are stable."""
+
 OF_OWN_GROUP = {
     r"lax\.ragged_dot\((\w+), (\w+), (\w+)\)": (
         r"jnp.where((jnp.arange(\1.shape[0]) < \3.sum())[:, None], "
@@ -85,6 +99,46 @@ def of_own_group(program: Program) -> Program:
 def stable(program: Program) -> Program:
     """Returns the program with what overflows written otherwise."""
     return _written(program, STABLE)
+
+
+def partly_stable(program: Program) -> tuple[Program, ...]:
+    """Returns programs in which some uses of weights that overflow are stable.
+
+    A kernel computes the weights of its own site. What else reads them, such as a
+    difference of weights, is as written, and so are the overflows in its gradient.
+    """
+    found: list[Program] = []
+    for at, line in enumerate(program.lines):
+        name, _, made = line.partition(" = ")
+        other = _stable_text(made)
+        places = _uses(program.lines, at, name) if other != made else []
+        for some in _some(places):
+            lines = [*program.lines]
+            for i in some:
+                lines[i] = re.sub(rf"\b{name}\b", f"{name}_stable", lines[i])
+            lines.insert(at + 1, f"{name}_stable = {other}")
+            found.append(replace(program, lines=tuple(lines)))
+    return tuple(found)
+
+
+def _stable_text(text: str) -> str:
+    for old, new in STABLE.items():
+        text = re.sub(old, new, text)
+    return text
+
+
+def _uses(lines: tuple[str, ...], at: int, name: str) -> list[int]:
+    """Lines behind one that read its value."""
+    own = re.compile(rf"\b{name}\b")
+    return [i for i, line in enumerate(lines) if i > at and own.search(line)]
+
+
+def _some(places: list[int]) -> list[tuple[int, ...]]:
+    """Some of several places: not none, and not all; only of a few."""
+    if len(places) > MOST_USES:
+        return []
+    sizes = range(1, len(places))
+    return [c for n in sizes for c in itertools.combinations(places, n)]
 
 
 def deep(program: Program) -> Program:
@@ -120,6 +174,14 @@ def of_fixed_top(program: Program) -> Program:
     leaves them out: what rounding leaves of the others is seen.
     """
     return _written(program, TOP)
+
+
+def by_total(program: Program) -> Program:
+    """Returns the program with weights by the log-sum-exp of each row.
+
+    Gradients of a kernel are made of that one number of a row, as large as its scores.
+    """
+    return _written(of_fixed_top(program), TOTALS)
 
 
 def shifted(program: Program) -> Program:

@@ -22,7 +22,7 @@ from tests.soundness.program import Program
 
 Pass = Callable[[Joined, Sequence[Program]], Joined]
 
-ATTENTION = ("mask", "operand", "score", "difference")
+ATTENTION = ("mask", "operand", "score", "difference", "computed", "merge")
 """Kinds of programs that are attention."""
 
 
@@ -179,6 +179,15 @@ class Original:
         return tolerance.with_rounding(self.rounded, self.of, other, self.own)
 
     @functools.cached_property
+    def by_total(self) -> tolerance.Variants:
+        """The same, also with weights of attention by each row's log-sum-exp."""
+        before = self.of_fixed_top
+        other = allowed.by_total(self.program)
+        if self.program.kind not in ATTENTION or other == self.program:
+            return before
+        return tolerance.with_rounding(before, self.of, other, self.own)
+
+    @functools.cached_property
     def of_own_group(self) -> Sequence[Any]:
         """What it gives if no row meets the matrices of other groups."""
         return passes.compiled(self.of(allowed.of_own_group(self.program)))(self.own)
@@ -221,7 +230,8 @@ def _alone(
     if way is not FORWARD and allowed.stable(program) != program:
         before = _nan_where_rows_overflow(before, after)
     ignored = _behind_masks(original, before, after)
-    for variants in ("others", "rounded", "of_fixed_top"):  # each takes longer
+    kinds = ("others", "rounded", "of_fixed_top", "by_total")  # each takes longer
+    for variants in kinds[: 3 if way is FORWARD else 4]:
         others = getattr(original, variants)
         found = _differences(program, own, way, before, after, others, ignored)
         if not any(found):

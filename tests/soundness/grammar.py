@@ -7,16 +7,19 @@ from collections.abc import Callable
 from tests.soundness import (
     attention,
     complex_values,
+    computed_masks,
     differences,
     functions,
     group_norms,
     lookups,
     losses,
+    merges,
     mutants,
     norms,
     packed,
     quantized,
     ragged,
+    routers,
     units,
 )  # fmt: skip
 from tests.soundness.program import Program
@@ -36,6 +39,9 @@ KINDS: dict[str, Callable[[int], Program]] = {
     "group": group_norms.program,
     "difference": differences.program,
     "mutant": mutants.program,
+    "computed": computed_masks.program,
+    "merge": merges.program,
+    "router": routers.program,
 }
 TURNS = ("mask", "operand", "mask", "norm", "mask", "operand", "norm", "unit", "ragged")
 """Kinds as they take turns; masks have most to go wrong. The others are asked for."""

@@ -60,9 +60,62 @@ def gradients(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*given: Any) -> Any:
         out, pull = jax.vjp(f, *given)
-        return out, *pull(jnp.cos(out))
+        return out, *pull(jnp.cos(jnp.arange(out.size).reshape(out.shape) * 0.37))
 
     return run
+
+
+CHOSEN: dict[str, Mask] = {
+    "where=": lambda s: jax.nn.softmax(s, where=HELD),
+    "where= of rows": lambda s: jax.nn.softmax(s, where=CAUSAL & HELD),
+    "-inf": lambda s: jnp.where(
+        HELD, jax.nn.softmax(jnp.where(HELD, s, -jnp.inf)), 0.0
+    ),
+    "number": lambda s: jnp.where(HELD, jax.nn.softmax(jnp.where(HELD, s, -1e9)), 0.0),
+    "causal": lambda s: jnp.where(
+        CAUSAL, jax.nn.softmax(jnp.where(CAUSAL, s, -jnp.inf)), 0.0
+    ),
+    "inverse": lambda s: jnp.where(
+        ~HELD, 0.0, jax.nn.softmax(jnp.where(~HELD, -jnp.inf, s))
+    ),
+    "dense": lambda s: jax.nn.softmax(s, where=DENSE & HELD),
+    "window": lambda s: jax.nn.softmax(s, where=HELD & (AT[:, None] - AT < 20)),
+    "stable by hand": lambda s: (
+        lambda e: jnp.where(HELD, e / e.sum(-1, keepdims=True), 0.0)
+    )(jnp.exp((x := jnp.where(HELD, s, -jnp.inf)) - x.max(-1, keepdims=True))),
+    "select": lambda s: lax.select(
+        jnp.broadcast_to(HELD, s.shape),
+        jax.nn.softmax(jnp.where(HELD, s, -jnp.inf)),
+        jnp.zeros_like(s),
+    ),
+}
+"""Weights of which a choice behind the softmax makes 0."""
+
+
+@pytest.mark.parametrize("broken", ["q", "k", "v", "v hidden"])
+def test_weights_that_are_chosen_pass_what_the_program_passes(broken: str) -> None:
+    """NaN in a row reaches no value of a key that the row does not see."""
+    given = {n: x.copy() for n, x in zip("qkv", (Q, K, V), strict=True)}
+    given[broken[0]][0, -1 if "hidden" in broken else 3] = np.nan
+
+    def of(mask: Mask) -> Callable[..., Any]:
+        def f(q: Any, k: Any, v: Any) -> Any:
+            w = mask(jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5)
+            return jnp.einsum("bnts,bsnh->btnh", w, v)
+
+        return f
+
+    fast = lambda f: rewriter.optimize(f, implementation=FORCED, strict=True)
+    run = lambda way: jax.jit(
+        lambda *a: {n: way(of(mask))(*a) for n, mask in CHOSEN.items()}
+    )(*given.values())
+    want = run(gradients)
+    assert any(np.isfinite(x).any() for x in want["-inf"][1:])
+    for way in (lambda f: gradients(fast(f)), lambda f: fast(gradients(f))):
+        got = run(way)
+        for name in CHOSEN:
+            for x, y in zip(want[name], got[name], strict=True):
+                np.testing.assert_allclose(y, x, 1e-4, 1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(("broken", "value"), [("k", np.nan), ("v", np.inf)])

@@ -37,7 +37,18 @@ def test_programs_compute_the_same(case: int) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    "kind", ["loss", "lookup", "score", "quantized", "complex", "group"]
+    "kind",
+    [
+        "loss",
+        "lookup",
+        "score",
+        "quantized",
+        "complex",
+        "group",
+        "computed",
+        "merge",
+        "router",
+    ],
 )
 @pytest.mark.parametrize(("first", "ways"), [(0, (FORWARD,)), (15, WAYS)])
 def test_kinds_that_are_asked_for(kind: str, first: int, ways: Sequence[Way]) -> None:
@@ -54,6 +65,8 @@ FOUND = {
     "ragged": (251, 1763),
     "norm": (888,),
     "unit": (1123, 3175),
+    "difference": (19, 20011),
+    "merge": (14,),
 }
 """Seeds that differed, by what is allowed but for these: units that chose in a branch,
 labels that are promised to be classes, and labels of uint32 beyond int32."""

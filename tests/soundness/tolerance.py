@@ -119,6 +119,7 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
     beside, shifted = map(as_is, (allowed.hiding(program), allowed.shifted(program)))
     whole = allowed.unrounded(program)
     right += map(as_is, {allowed.stable(program), whole} - {program})
+    right += map(as_is, allowed.partly_stable(program))
     unrounded = as_is(whole)
     return Variants(
         eager, exact, right, unseen, nudged, perturbed, [], unrounded, beside, shifted

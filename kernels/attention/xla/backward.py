@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -193,7 +193,29 @@ def _rows_of(block: Block, averaged: bool) -> _Rows:
     up = jnp.where(idle, 0, block.rows("cotangent").astype(wide))
     delta = up * jnp.where(idle, 0, block.rows("out").astype(wide))
     delta = delta.sum(-1, keepdims=True)
-    return _with_queries(block, idle, again, top, rest, up, delta)
+    rows = _with_queries(block, idle, again, top, rest, up, delta)
+    if p.empty_rows not in ZERO or averaged or "dropout" in p.arrays:
+        return rows
+    return replace(rows, delta=_delta_of_seen(block, rows))
+
+
+def _delta_of_seen(block: Block, rows: _Rows) -> Array:
+    """What is taken off the weights' cotangents [c, r, 1], without hidden keys.
+
+    A program may choose 0 for their weights. Their values then make results NaN, and
+    not gradients of scores, if they are not finite.
+    """
+
+    def again() -> Array:
+        def body(tile: Tile, total: Array) -> Array:
+            weights = jnp.exp(tile.scores(rows.queries)[0] - rows.top - rows.rest)
+            d = contraction("cre,cse->crs", rows.up, tile.values())
+            return total + tile.only_seen(weights * d).sum(-1, keepdims=True)
+
+        return block.over_keys(body, jnp.zeros_like(rows.delta))
+
+    bad = ~jnp.isfinite(rows.delta)
+    return lax.cond(jnp.any(bad), again, lambda: rows.delta)
 
 
 def _weighed_rows_of(block: Block) -> tuple[_Rows, dict[str, Array]]:
@@ -263,6 +285,8 @@ def _add_tile(block: Block, rows: _Rows, averaged: bool, tile: Tile, carry: Any)
         d = jnp.where(weights == 0, 0, d)  # of rows that add nothing
     elif block.p.normalisation == SOFTMAX:
         weights = jnp.exp(x - rows.top - rows.rest)
+        if block.p.empty_rows in ZERO:  # chosen, also where a row is NaN
+            weights = tile.only_seen(weights)
     else:
         weights = x
     used = weights

@@ -218,7 +218,10 @@ class Polynomials:
     def base_atom(self, p: Poly) -> tuple[float, int]:
         """(content, atom) of a sum of several terms; content times base is p."""
         frozen = self.freeze(p)
-        content = max(abs(c) for (f, m), c in frozen if m or len(frozen) == 1)
+        sizes = [abs(c) for (f, m), c in frozen if m or len(frozen) == 1]
+        if not sizes:
+            raise OverBudget("a power of a choice among constants")
+        content = max(sizes)
         if all(c < 0 for _, c in frozen):
             content = -content
         scaled = self.scale(p, 1.0 / content)
