@@ -61,7 +61,8 @@ def _is_input(graph: Graph, value: int) -> bool:
 
 
 _CUTS = frozenset({"slice", "split", "unstack"})
-_BEFORE = _AROUND | {"reshape", "transpose", "squeeze", "expand_dims"}
+_LAYOUT = TRANSPARENT | {"reshape", "transpose", "squeeze", "expand_dims"}
+_BEFORE = _AROUND | _LAYOUT
 
 
 def pieces(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[int]:
@@ -93,6 +94,30 @@ def cuts(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[in
     """
     floats = (v for v in leaves if jnp.issubdtype(graph.dtype(v), jnp.floating))
     return frozenset().union(*(_cut(graph, v, inner) for v in floats))
+
+
+def layouts_read_elsewhere(
+    graph: Graph, leaves: Collection[int], inner: Set[int]
+) -> frozenset[int]:
+    """Layouts of leaves in a region that equations outside of it read, too.
+
+    Keys of several heads may serve two ops. Their cotangents are added in that layout,
+    and no value is the gradient of one op in the layout of the leaf.
+
+    Args:
+        graph: The program.
+        leaves: What the region reads.
+        inner: Values between those and the region's result, the result too.
+    """
+    found: set[int] = set()
+    stack = [v for v in leaves if jnp.issubdtype(graph.dtype(v), jnp.floating)]
+    while stack:
+        for node in graph.users(stack.pop()):
+            for value in inner.intersection(node.outs) if node.prim in _LAYOUT else ():
+                stack.append(value)
+                if any(inner.isdisjoint(n.outs) for n in graph.users(value)):
+                    found.add(value)
+    return frozenset(found)
 
 
 def _cut(graph: Graph, leaf: int, inner: Set[int]) -> set[int]:

@@ -2,7 +2,8 @@
 
 Queries, keys and values that are cut out of one array share one gradient. Another
 reader of one of them, such as a loss on the weights, also adds to its gradient. Then
-only some of these gradients belong to attention alone, such as that of the values.
+only some of these gradients belong to attention alone, such as that of the values. Keys
+that two attentions read share one gradient, too, but only in the layout that both read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rewriter.find.match import Match, region_values
 from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, leaves_of
 from rewriter.find.region import Regions
-from rewriter.find.sliced_operands import cuts
+from rewriter.find.sliced_operands import cuts, layouts_read_elsewhere
 from rewriter.gradients.cotangents import is_float
 from rewriter.ops.spec import Spec
 from rewriter.program.graph import Scope
@@ -78,7 +79,10 @@ class OperandPieces:
     ) -> tuple[Match, Template] | None:
         graph = self.regions.graph
         if body is None:
-            cut = cuts(graph, [v for _, v in match.leaves], match.inner)
+            leaves = {v for _, v in match.leaves}
+            cut = cuts(graph, leaves, match.inner)
+            cut |= layouts_read_elsewhere(graph, leaves, match.inner)
+            cut = cut and cut | leaves
         else:
             given = {v for v, (at, _) in body.first_var.items() if at < 0}
             given = {v for v in given if is_float(graph.dtype(v))}  # masks are read

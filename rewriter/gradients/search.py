@@ -192,6 +192,7 @@ def _at_its_cotangent(
     backward = find_backward(graph, match, memory)
     key = id(match.reading)
     if backward is not None:
+        match, backward = _over_shared_layouts(graph, match, backward, memory, cut)
         match, backward = _over_what_is_given(graph, match, backward, memory, cut)
         return _over_saved_pieces(match, backward, memory, cut)
     if memory.alone[key] >= ATTEMPTS:
@@ -243,6 +244,21 @@ def _over_what_is_named(match: Match, cut: OperandPieces) -> Match:
         return match
     pieces = None if read_instead(regions, match, scope) else cut.up(match)
     return pieces if pieces and read_instead(regions, pieces, scope) else match
+
+
+def _over_shared_layouts(
+    graph: Graph,
+    match: Match,
+    backward: Backward,
+    memory: ProofCache,
+    cut: OperandPieces,
+) -> tuple[Match, Backward]:
+    """The match over pieces, if the program has more gradients of these."""
+    pieces = None if _has_all(graph, match, backward) else cut.up(match)
+    found = pieces and find_backward(graph, pieces, memory)
+    if pieces and found and len(found.grads) > len(backward.grads):
+        return pieces, found
+    return match, backward
 
 
 def _over_what_is_given(

@@ -33,6 +33,7 @@ from rewriter.algebra.canonicalize.numbers import (
 )
 from rewriter.algebra.canonicalize.opaque import may_differ, rounds
 from rewriter.algebra.canonicalize.primitives import (
+    EXTREMES,
     FULL,
     LAYOUT,
     LAYOUT_PRIMITIVES,
@@ -278,16 +279,14 @@ class Evaluator(Layout, LoopForms, Constants):
         elif prim in ("dot_general",):
             ok = self.expand_all or value in self.inside or is_local(node)
         else:
-            ok = prim in LOCAL and prim not in ("reduce_max",)
+            ok = prim in LOCAL - EXTREMES
         if ok and mode == FULL and self.whole_sides is not None:
             ok = (
                 kind_of(self.g.dtype(value)) != "f"
                 or self.whole_sides(value)
                 or self.number(value) is not None
             )
-        if not ok:
-            return None
-        return node if self.has_operands(node) else None
+        return node if ok and self.has_operands(node) else None
 
     def has_operands(self, node: Node) -> bool:
         """Whether what an equation reads is available where the replacement stands."""

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
+from rewriter.algebra.canonicalize.extremes import by_entries
 from rewriter.algebra.canonicalize.intervals import held_by, within
 from rewriter.algebra.canonicalize.loop_bodies import Loop
 from rewriter.algebra.canonicalize.primitives import FULL, NeedSplit
@@ -266,7 +267,7 @@ class LoopForms(ReturningLoops):
             OverBudget: If it depends on what earlier steps computed.
         """
         alg = self.alg
-        flag = self.flag(skips.choice, ())
+        flag = by_entries(self, self.flag(skips.choice, ()))
         flag = flag if skips.taken else alg.negate(flag)
         leaves = {alg.defs[a][1] for a in alg.poly_leaves(alg.of_bool(flag))}
         if any(v in self.loops.carries or v in loop.after for v in leaves):
@@ -283,7 +284,8 @@ class LoopForms(ReturningLoops):
         if choice is None or len(arms) != 2:
             raise OverBudget("a choice among several branches")
         other, one = (self.poly(v, args) for v in arms)
-        return choose(self.alg, self.flag(choice, ()), one, other)
+        flag = by_entries(self, self.flag(choice, ()))
+        return choose(self.alg, flag, one, other)
 
     def varies(self, value: int) -> tuple[Index, ...]:
         """The steps of entered loops that a value depends on."""

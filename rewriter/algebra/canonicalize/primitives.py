@@ -29,12 +29,14 @@ ARITHMETIC = frozenset({
     "floor_divide", "remainder", "rem", "logaddexp", "exp_neg_sq",
 })  # fmt: skip
 REDUCTIONS = frozenset({"reduce_sum", "reduce_or", "reduce_and"})
+EXTREMES = frozenset({"reduce_max", "reduce_min"})
 LOCAL = (
     LAYOUT_PRIMITIVES
     | TRANSPARENT
     | ARITHMETIC
     | REDUCTIONS
-    | frozenset({"reduce_max", "concatenate", "stack", "pad"})
+    | EXTREMES
+    | frozenset({"concatenate", "stack", "pad"})
 )
 
 

@@ -68,7 +68,9 @@ class BooleanFunctions:
 
     def _contradictions(self, support: tuple[int, ...]) -> int:
         out = self._held_nowhere(support)
-        clauses = [*self._ordered(support), *self._bounded(support)]
+        clauses = [
+            *self._ordered(support), *self._bounded(support), *self._equal(support)
+        ]  # fmt: skip
         if not clauses:
             return out
         everything = (1 << (1 << len(support))) - 1
@@ -93,7 +95,18 @@ class BooleanFunctions:
                 own, table = self.bools[here]
                 if set(own) <= set(support) - {atom}:
                     out |= nowhere & _expand(own, table, support)
+                    continue
+                for j, other in enumerate(support):
+                    if self.defs[other][0] == "eq" and self._entails(other, here):
+                        out |= nowhere & _column(j, len(support))
         return out
+
+    def _entails(self, equality: int, flag: int) -> bool:
+        """Whether a condition holds wherever two integers are equal."""
+        try:
+            return self.implies(self.literal(equality), flag)
+        except OverBudget:
+            return False
 
     def _held_at(self, atom: int, support: tuple[int, ...]) -> Iterator[int]:
         """What a condition that holds anywhere says at the indices of other literals.
@@ -102,7 +115,8 @@ class BooleanFunctions:
         """
         _, names, flag, _ = self.defs[atom]
         others = sorted(set().union(*(self._free[a] for a in support if a != atom)))
-        like = [[i for i in others if self.sizes[i] == self.sizes[n]] for n in names]
+        sizes = [self.sizes[n] for n in names]
+        like = [[i for i in others if self.sizes.get(i) == n] for n in sizes]
         for at in itertools.islice(itertools.product(*like), PLACES):
             yield self.subst_bool(flag, dict(zip(names, at, strict=True)))
 
@@ -121,6 +135,20 @@ class BooleanFunctions:
                 yield a, True, b, False
             for e, b in groups.get(self._undivided(rest), ()):
                 yield from ((a, True, b, False) for c, a in members if e >= c)
+
+    def _equal(self, support: tuple[int, ...]) -> Iterator[Clause]:
+        """Clauses: where two integers are equal, one is at least the other."""
+        whole = [(k, self.defs[a]) for k, a in enumerate(support)]
+        whole = [(k, d) for k, d in whole if d[0] in ("eq", "ge") and d[2]]
+        for k, claim in whole:
+            for j, other in whole if claim[0] == "eq" else ():
+                if other[0] == "ge":
+                    p, q = self.thaw(claim[1]), self.thaw(other[1])
+                    term = next(t for t in p if t[1])
+                    rest = self.add(q, p, -q.get(term, 0.0) / p[term])
+                    left = self.as_constant(rest)
+                    if left is not None:
+                        yield k, True, j, left < 0
 
     def _bounded(self, support: tuple[int, ...]) -> Iterator[Clause]:
         """Clauses between claims about two forms, from bounds of positions."""

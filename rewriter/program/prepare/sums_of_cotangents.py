@@ -6,7 +6,7 @@
 
 Layers that share a bias add up the changes of their scores. The sums over the batch and
 the layout of the bias come last. Then no value of the program is one layer's cotangent,
-and an attention's kernel cannot give it.
+and an attention's kernel cannot give it. What a loop over layers adds up is one term.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def _changed(body: Any) -> Any:
         terms = here.terms(eqn.invars[0]) if _is_sum(eqn) else []
         if id(eqn) in done:
             continue
-        if len(terms) > 1 and all(map(here.is_multiplied, terms)):
+        groups = here.groups(terms)
+        if len(groups) > 1:
             chain = here.chain(eqn)
             done.update(map(id, chain))
-            eqns += _one_by_one(chain, terms)
+            eqns += _one_by_one(chain, groups)
         else:
             eqns.append(eqn)
     if not done:
@@ -91,6 +92,15 @@ class _Body:
             return [atom]
         return [t for v in eqn.invars for t in self.terms(v)]
 
+    def groups(self, terms: list[Any]) -> list[list[Any]]:
+        """One group for each layer's cotangent, and one for all else, as a loop's sum.
+
+        Without a layer's cotangent, all terms are one group.
+        """
+        layers = [[t] for t in terms if self.is_multiplied(t)]
+        others = [t for t in terms if [t] not in layers]
+        return [*layers, others] if others else layers
+
     def is_multiplied(self, atom: Any) -> bool:
         """Whether products read a value, perhaps before it was rounded, or rounded.
 
@@ -121,15 +131,24 @@ def _casts(eqn: Any) -> bool:
     return eqn.primitive.name == "convert_element_type"
 
 
-def _one_by_one(chain: list[Any], terms: list[Any]) -> list[Any]:
-    """The equations that do to each term what was done to their sum, and add up."""
+def _one_by_one(chain: list[Any], groups: list[list[Any]]) -> list[Any]:
+    """The equations that do to each group what was done to its sum, and add up."""
 
     def done(x: jax.Array) -> jax.Array:
         for eqn in chain:
             x = eqn.primitive.bind(x, **eqn.params)
         return x
 
-    code = lambda *arrays: functools.reduce(operator.add, map(done, arrays))
+    def code(*arrays: jax.Array) -> jax.Array:
+        rest = iter(arrays)
+        each = ([next(rest) for _ in group] for group in groups)
+        return _sum([done(_sum(terms)) for terms in each])
+
+    terms = [t for group in groups for t in group]
     fragment = _jax.trace_placed(code, [t.aval for t in terms])
     made, _ = inserted(fragment, terms, chain[0].source_info)
     return [*made[:-1], made[-1].replace(outvars=list(chain[-1].outvars))]
+
+
+def _sum(arrays: list[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, arrays)

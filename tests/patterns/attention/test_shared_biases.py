@@ -83,6 +83,31 @@ def in_a_scan(t: Any, w: Any, x: Any, lengths: Any) -> Any:
     return jax.lax.scan(lambda x, one: (attend(x, one, bias), None), x, w)[0]
 
 
+def lowest_in_a_scan(t: Any, w: Any, x: Any, lengths: Any) -> Any:
+    bias = table(t) + padding(lengths, float(np.finfo(np.float32).min))
+    return jax.lax.scan(lambda x, one: (attend(x, one, bias), None), x, w)[0]
+
+
+def first_before_a_scan(t: Any, w: Any, x: Any, lengths: Any) -> Any:
+    """The first layer makes the bias, and a loop has the others."""
+    bias = table(t) + padding(lengths, float(np.finfo(np.float32).min))
+    layer = lambda x, one: (attend(x, one, bias), None)
+    return jax.lax.scan(layer, attend(x, w[0], bias), w[1:])[0]
+
+
+def first_before_checkpoints(t: Any, w: Any, x: Any, lengths: Any) -> Any:
+    bias = table(t) + padding(lengths, float(np.finfo(np.float32).min))
+    layer = jax.checkpoint(lambda x, one: (attend(x, one, bias), None))
+    return jax.lax.scan(layer, attend(x, w[0], bias), w[1:])[0]
+
+
+def apart_in_a_scan(t: Any, w: Any, x: Any, lengths: Any) -> Any:
+    """The table and the padding are added in each layer."""
+    places, fill = table(t), padding(lengths, float(np.finfo(np.float32).min))
+    layer = lambda x, one: (attend(x, one, places + fill), None)
+    return jax.lax.scan(layer, x, w)[0]
+
+
 def of_a_call(t: Any, w: Any, x: Any, lengths: Any) -> Any:
     made = jax.jit(lambda t, lengths: table(t) + padding(lengths))
     return each(t, w, x, made(t, lengths))
@@ -104,8 +129,9 @@ def first_layer_alone(t: Any, w: Any, x: Any, lengths: Any) -> Any:
 PROGRAMS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
-        usual, lowest, causal, by_a_product, narrow, checkpointed, in_a_scan, of_a_call,
-        two_tables, scaled, first_layer_alone,
+        usual, lowest, causal, by_a_product, narrow, checkpointed, in_a_scan,
+        lowest_in_a_scan, first_before_a_scan, first_before_checkpoints,
+        apart_in_a_scan, of_a_call, two_tables, scaled, first_layer_alone,
     )
 }  # fmt: skip
 
@@ -138,7 +164,13 @@ def test_the_gradient_of_the_bias_is_the_sites(name: str, lengths: Any) -> None:
         np.testing.assert_allclose(a, b, atol=digits * max(np.abs(b).max(), 0.1))
 
 
-@pytest.mark.parametrize("name", ["usual", "lowest", "causal", "of_a_call"])
+SCORES_ONCE = [
+    "usual", "lowest", "causal", "of_a_call", "lowest_in_a_scan", "first_before_a_scan",
+    "first_before_checkpoints",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCORES_ONCE)
 def test_scores_are_not_computed_twice(name: str) -> None:
     """The program has no product of its scores' shape left."""
     step, args = stepped(PROGRAMS[name]), (TABLE, WEIGHTS, X, LENGTHS)

@@ -56,21 +56,72 @@ def padded(rows: Any, keys: Any, data: Any) -> Any:
     return (rows >= keys) & data("kept", 1)[:, None, None]
 
 
-def upper(i: Any, j: Any, mask: Any) -> Any:
+def upper(i: Any, j: Any, mask: Any, data: Any) -> Any:
     return j <= i
 
 
-def anywhere(i: Any, j: Any, mask: Any) -> Any:
+def anywhere(i: Any, j: Any, mask: Any, data: Any) -> Any:
     return mask.any()
 
 
-def near(i: Any, j: Any, mask: Any) -> Any:
+def near(i: Any, j: Any, mask: Any, data: Any) -> Any:
     return (j <= i) & ((j + 1) * BLOCK - 1 > i * BLOCK - WINDOW)
 
 
-def around(i: Any, j: Any, mask: Any) -> Any:
+def around(i: Any, j: Any, mask: Any, data: Any) -> Any:
     below = j * BLOCK < i * BLOCK + BLOCK - 1 + WINDOW
     return below & ((j + 1) * BLOCK - 1 > i * BLOCK - WINDOW)
+
+
+def extremes(i: Any, j: Any, data: Any) -> tuple[Any, Any, Any, Any]:
+    """The least and largest segments of a block's queries and keys."""
+    cut = lambda n: lax.dynamic_slice_in_dim(data["segments"], n * BLOCK, BLOCK, 1)
+    a, b = cut(i), cut(j)
+    return a.min(1), a.max(1), b.min(1), b.max(1)
+
+
+def meets(i: Any, j: Any, mask: Any, data: Any) -> Any:
+    least, most, first, last = extremes(i, j, data)
+    return jnp.any((most >= first) & (least <= last))
+
+
+def meets_anywhere(i: Any, j: Any, mask: Any, data: Any) -> Any:
+    least, most, first, last = extremes(i, j, data)
+    return jnp.any(most >= first) & jnp.any(last >= least) & (j <= i)
+
+
+def meets_at_all(i: Any, j: Any, mask: Any, data: Any) -> Any:
+    """By the least and largest of the whole batch."""
+    least, most, first, last = extremes(i, j, data)
+    return ~((most.max() < first.min()) | (least.min() > last.max()))
+
+
+def touches(i: Any, j: Any, mask: Any, data: Any) -> Any:
+    """Blocks of one segment do not."""
+    least, most, first, last = extremes(i, j, data)
+    return jnp.any((most > first) & (least <= last))
+
+
+def meets_everywhere(i: Any, j: Any, mask: Any, data: Any) -> Any:
+    """A step is skipped where one entry of the batch needs no key."""
+    least, most, first, last = extremes(i, j, data)
+    return jnp.all((most >= first) & (least <= last))
+
+
+def least_of_both(i: Any, j: Any, mask: Any, data: Any) -> Any:
+    least, _, first, _ = extremes(i, j, data)
+    return jnp.any(least >= first)
+
+
+def of_other_blocks(i: Any, j: Any, mask: Any, data: Any) -> Any:
+    least, most, first, last = extremes(i, (j + 1) % COUNT, data)
+    return jnp.any((most >= first) & (least <= last))
+
+
+def by_ends(i: Any, j: Any, mask: Any, data: Any) -> Any:
+    """Right if segments are in order, which nothing says."""
+    cut = lambda n: lax.dynamic_slice_in_dim(data["segments"], n * BLOCK, BLOCK, 1)
+    return jnp.any(cut(i)[:, -1] >= cut(j)[:, 0])
 
 
 # -------------------------------------------------------------------------- streams
@@ -133,7 +184,9 @@ def stream(
                 if runs is None:
                     return step(carry, kb, vb, j)
                 left = lambda carry, *_: carry
-                return lax.cond(runs(i, j, seen(i, j)), step, left, carry, kb, vb, j)
+                return lax.cond(
+                    runs(i, j, seen(i, j), data), step, left, carry, kb, vb, j
+                )
 
             if sliced:
                 at = lambda j, c: one(c, cut(k, j, 2), cut(v, j, 2), j)
@@ -181,17 +234,24 @@ FOUND: dict[str, tuple[Mask, Callable[..., Any]]] = {
     "packed, upper, zeroed": (packed, stream(packed, upper, zeroed=True)),
     "packed window, near": (packed_window, stream(packed_window, near)),
     "packed window, any": (packed_window, stream(packed_window, anywhere, **GUARDED)),
+    "segments, meets": (segments, stream(segments, meets)),
+    "segments, meets, guarded": (segments, stream(segments, meets, **GUARDED)),
+    "packed, meets": (packed, stream(packed, meets)),
+    "packed, meets anywhere": (packed, stream(packed, meets_anywhere)),
+    "packed, meets, sliced": (packed, stream(packed, meets, sliced=True)),
+    "packed, meets, again": (packed, stream(packed, meets, inner=jax.checkpoint)),
+    "packed window, meets": (packed_window, stream(packed_window, meets)),
     "padded, upper": (padded, stream(padded, upper, **SAFE)),
     "padded, any": (padded, stream(padded, anywhere, zeroed=True, safe=True)),
 }
 """By name: a mask and a stream. Rows without a key are zero where padding is."""
 
 
-def diagonal(i: Any, j: Any, mask: Any) -> Any:
+def diagonal(i: Any, j: Any, mask: Any, data: Any) -> Any:
     return j == i
 
 
-def once(i: Any, j: Any, mask: Any) -> Any:
+def once(i: Any, j: Any, mask: Any, data: Any) -> Any:
     return mask[..., 0, 0].any()
 
 
@@ -205,6 +265,12 @@ def of_next(rows: Any, keys: Any, data: Any) -> Any:
     ]) | (rows == keys + 100)  # fmt: skip
 
 
+UNEVEN = {
+    **DATA,
+    "segments": np.array([[1, 1, 4, 4, 2, 2, 2, 3, 3, 3, 3, 4], [2] * 5 + [1] * 7]),
+}
+"""Segments that are not in order, and blocks that share some of them."""
+
 OTHERS: dict[str, Callable[..., Any]] = {
     "a mean of the keys that ran": stream(padded, upper),
     "no number where no key is": stream(padded, upper, **GUARDED),
@@ -216,9 +282,17 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "a window that ends before": stream(
         lambda rows, keys, _: (rows - keys >= 2) & (rows - keys < 5), upper
     ),
-    "hidden by another test": stream(window, lambda i, j, m: (m.sum() > 9) & (j <= i)),
+    "hidden by another test": stream(
+        window, lambda i, j, m, d: (m.sum() > 9) & (j <= i)
+    ),
+    "blocks of one segment are skipped": stream(segments, touches),
+    "one entry of the batch decides": stream(segments, meets_everywhere),
+    "the least of both": stream(segments, least_of_both),
+    "extremes of the whole batch": stream(segments, meets_at_all),
+    "extremes of other blocks": stream(segments, of_other_blocks),
+    "the first and last segments": stream(segments, by_ends),
     "steps of another array": stream(
-        packed, lambda i, j, m: (j <= i) & (j * BLOCK < 2 * i * BLOCK + 1)
+        packed, lambda i, j, m, d: (j <= i) & (j * BLOCK < 2 * i * BLOCK + 1)
     ),
 }
 
@@ -259,7 +333,10 @@ def test_streams_are_found_with_gradients(name: str) -> None:
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1, np.abs(b).max()))
 
 
-@pytest.mark.parametrize("name", ["packed, upper", "packed, any", "window, near"])
+FORWARD = ["packed, upper", "packed, any", "window, near", "packed, meets"]
+
+
+@pytest.mark.parametrize("name", FORWARD)
 def test_streams_are_found_forward(name: str) -> None:
     """What the mask of a step slices is sliced in front of the loop."""
     mask, fn = FOUND[name]
@@ -273,10 +350,20 @@ def test_streams_are_found_forward(name: str) -> None:
     np.testing.assert_allclose(new(Q, K, V, DATA), want, atol=2e-5)
 
 
+@pytest.mark.parametrize("data", [DATA, UNEVEN], ids=["in order", "uneven"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_streams_keep_their_numbers(name: str) -> None:
+def test_other_streams_keep_their_numbers(name: str, data: Any) -> None:
     fn = OTHERS[name]
     new = rewriter.optimize(fn, implementation=FORCED)
     np.testing.assert_allclose(
-        new(Q, K, V, DATA), jax.jit(fn)(Q, K, V, DATA), rtol=1e-5, atol=1e-6
+        new(Q, K, V, data), jax.jit(fn)(Q, K, V, data), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in FOUND if "meets" in n])
+def test_segments_need_no_order(name: str) -> None:
+    fn = FOUND[name][1]
+    new = rewriter.optimize(fn, implementation=FORCED)
+    np.testing.assert_allclose(
+        new(Q, K, V, UNEVEN), jax.jit(fn)(Q, K, V, UNEVEN), rtol=1e-5, atol=1e-6
     )
