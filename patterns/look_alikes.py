@@ -6,7 +6,9 @@ Bilinear unit     (x a) * (x b), without an activation.
 Two inputs        act(x a) * (y b), of which the factors read different arrays.
 Product inside    act((x a) * (x b)): a branch of its own goes through none.
 Linear attention  φ(q) (φ(k)ᵀ v) over a sum: no softmax is taken.
+Distances         softmax(-|q - k|) v: scores that are no product.
 Experts in a loop one after another, each for every token.
+Gathered matrices x[t] w[expert[t]]: a matrix is read again for each token.
 Bounded norm      x / max(root, eps): a bound, and no epsilon inside the root.
 Changed weights   f(softmax(q kᵀ)) v, with an f that is no product or choice.
 Log of a softmax  log(softmax(y)[label]), and not log_softmax(y)[label].
@@ -40,6 +42,7 @@ ONE_AFTER_ANOTHER = (
     "fit a ragged dot"
 )
 SUM = "reduce_sum"
+DISTANCE = SOFTMAX | {"abs", "integer_pow", "max", "neg", "reduce_max", SUM, "square"}
 BOUNDS = LAYOUT | {"add", "clamp", "gather", "max", "min"}
 SLICES = frozenset({"slice", "dynamic_slice", "gather", "split"})
 
@@ -165,12 +168,73 @@ def _linear_attention(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | Non
     return None
 
 
+def _distances(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
+    for node in nodes:
+        if node.prim != "dot_general":
+            continue
+        for value in node.ins:
+            weights = graph.node_of(_source(graph, value))
+            if weights is None or weights.prim != "div":
+                continue
+            above = list(equations_above(graph, weights.ins, DISTANCE, most=40))
+            apart = [n for n in above if n.prim == "sub" and _differs(graph, n)]
+            if apart and _is_softmax(graph, weights):
+                text = "the scores are sums of a function of q - k, and no product"
+                if any(n.prim in ("integer_pow", "square") for n in above):
+                    text += ": of squares, the scores 2 q·k - |k|² give equal weights"
+                return node, text
+    return None
+
+
+def _differs(graph: Graph, node: Node) -> bool:
+    """Whether each of two arrays is repeated along an axis of the other."""
+    repeated = [
+        n is not None and n.prim == "broadcast_in_dim" and graph.shape(n.ins[0]) != ()
+        for n in map(graph.node_of, node.ins)
+    ]
+    return all(repeated)
+
+
+def _gathered_matrices(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
+    for node in nodes:
+        if node.prim != "dot_general" or not node.params["dimension_numbers"][1][0]:
+            continue
+        for value in node.ins:
+            taken = graph.node_of(_source(graph, value))
+            if taken is not None and _takes_matrices(graph, taken):
+                text = "a matrix is gathered for each row: sorted by their matrix, "
+                return node, text + "rows fit a ragged dot, which reads it once"
+    return None
+
+
+def _takes_matrices(graph: Graph, node: Node) -> bool:
+    """Whether more matrices are gathered of a stack than it has; it is an argument."""
+    if node.prim != "gather" or graph.node_of(_source(graph, node.ins[0])) is not None:
+        return False
+    whole, ids = (graph.shape(i) for i in node.ins)
+    if len(whole) != 3 or node.params["slice_sizes"] != (1, *whole[1:]):
+        return False
+    return math.prod(ids) > whole[0]
+
+
+def _is_masked_by_ids(graph: Graph, node: Node) -> bool:
+    """Whether a product is only kept where ids are one number."""
+    for user in _below_layout(graph, node):
+        others = [graph.node_of(_source(graph, i)) for i in user.ins]
+        if user.prim in ("select_n", "mul") and any(
+            n and n.prim == "eq" for n in others
+        ):
+            return True
+    return False
+
+
 def _experts_in_a_loop(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
-    if not any(n.prim in CHOICES for n in nodes):
-        return None
+    chosen = any(n.prim in CHOICES for n in nodes)
     taken: Counter[int] = Counter()
     for node in nodes:
         if node.prim != "dot_general":
+            continue
+        if not chosen and not _is_masked_by_ids(graph, node):
             continue
         for value in node.ins:
             part = graph.node_of(_source(graph, value))
@@ -281,7 +345,9 @@ KINDS = (
     ("gated_linear_unit", _of_two_inputs),
     ("attention", _linear_attention),
     ("attention", _changed_weights),
+    ("attention", _distances),
     ("ragged_dot", _experts_in_a_loop),
     ("ragged_dot", _experts_in_a_scan),
+    ("ragged_dot", _gathered_matrices),
     ("rms_norm", _bounded_norm),
 )

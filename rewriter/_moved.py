@@ -55,7 +55,7 @@ _FOLDERS = {
         "planner placing=number_sites"
     ),
     "reports": "report draw",
-    "run": "pipeline analysis deferred optimize tune verify export",
+    "run": "pipeline=rewriting analysis deferred optimize tune verify export",
     "tools": "bench bench_table bench_peers bench_ops roofline demo",
 }
 """Folder to the modules that moved there; ``old=new`` for one with another name."""

@@ -30,7 +30,7 @@ LINES = 500
 
 INDEXED = {
     "ops/registry": {"kernels/index", "patterns/index"},
-    "run/pipeline": {"patterns/sets"},
+    "run/rewriting": {"patterns/sets"},
     "__main__": {"patterns/index"},
 }
 """What modules of the engine may import of kernels and patterns: names alone."""

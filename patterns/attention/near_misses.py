@@ -33,6 +33,27 @@ def undivided(alg: Algebra, mono: Monomial) -> Refused:
     return Refused("denominator", text, score=0.3)
 
 
+def moves_weights(alg: Algebra, form: Poly) -> bool:
+    """Whether all terms weigh one array by one softmax, which is cut along the keys.
+
+    So are weights that are rolled, or joined in another order.
+    """
+    below = [{a for a, e in mono if e == -1} for _, mono in form]
+    weighed = [
+        {alg.defs[a][1] for a in _top_factors(alg, mono) if alg.kind(a) == "leaf"}
+        for _, mono in form
+    ]
+    return bool(set.intersection(*below) and set.intersection(*weighed))
+
+
+def _top_factors(alg: Algebra, mono: Monomial) -> Iterator[int]:
+    """The factors of a term, and those of the sums among them."""
+    for atom, power in mono:
+        if power == 1:
+            inside = alg.defs[atom][3] if alg.kind(atom) == "sum" else ((atom, 1),)
+            yield from (a for a, _ in inside)
+
+
 def other_weights(alg: Algebra, mono: Monomial, form: Poly) -> Refused:
     """Returns why a weighed sum that another sum divides is no attention."""
     above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]

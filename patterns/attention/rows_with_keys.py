@@ -71,12 +71,12 @@ def _has_own_position(softmax: Softmax, axes: Axes, masks: Masks) -> bool:
     """
     alg = softmax.alg
     around = softmax.find.evaluator_around(softmax.value)
-    offset = _told(softmax, around, masks.offset)
+    offset = _by_the_program(softmax, around, masks.offset)
     t = _position(softmax, axes.t)
     if masks.segments is None:
         alg.stepped(offset, t, size(alg, axes.t), size(alg, axes.s))
         return True
-    mine, theirs = (_told(softmax, around, form) for form in masks.segments)
+    mine, theirs = (_by_the_program(softmax, around, form) for form in masks.segments)
     at = _same_place(softmax, axes, mine, theirs)
     if "window" in masks.params:
         apart = alg.add(alg.add(alg.iota(at), alg.iota(t), -1.0), offset, -1.0)
@@ -85,18 +85,18 @@ def _has_own_position(softmax: Softmax, axes: Axes, masks: Masks) -> bool:
     return alg.difference(alg.subst(theirs, _digits(softmax, axes.s, at)), mine) == {}
 
 
-def _told(softmax: Softmax, around: Evaluator, form: Poly) -> Poly:
+def _by_the_program(softmax: Softmax, around: Evaluator, form: Poly) -> Poly:
     """A sum of arrays and numbers by what the loops around it say of them."""
     alg, out = softmax.alg, {}
     for (flag, mono), c in form.items():
         term = {(flag, ()): c}
         for atom, e in mono:
-            told = alg.of_atom(atom, e)
+            known = alg.of_atom(atom, e)
             if e == 1 and alg.kind(atom) == "leaf":
                 _, name, args = alg.defs[atom]
                 (value,) = values_named(name)
-                told = around.poly(value, args[: len(softmax.find.graph.shape(value))])
-            term = alg.mul(term, told)
+                known = around.poly(value, args[: len(softmax.find.graph.shape(value))])
+            term = alg.mul(term, known)
         out = alg.add(out, term)
     return out
 

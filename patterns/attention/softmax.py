@@ -149,6 +149,13 @@ def softmax_parts(
         if not soft:
             _refuse_several(alg, form)
         near = sum(_is_quotient(alg, mono) for _, mono in form)
+        if near and near_misses.moves_weights(alg, form):
+            text = (
+                "the weights of a softmax are moved along the keys before they weigh "
+            )
+            raise Refused(
+                "terms", f"{text}values", score=0.5, difference=alg.show(form)
+            )
         some = "one is" if near == 1 else f"{near} are each"
         text = f"the result is a sum of {len(form)} terms"
         raise Refused(
@@ -167,11 +174,13 @@ def softmax_parts(
         if parts is not None:
             left = [f for f in mono if f[0] not in (den, num)]
             if left:
+                text = "the weights or the result are multiplied by an array that has "
                 raise Refused(
                     "factor",
-                    "the result is multiplied by something else",
+                    f"{text}no axis of keys",
                     difference=alg.show({(TRUE, tuple(left)): 1.0}),
                     score=0.5,
+                    suggestion="multiply the result by it",
                 )
             parts = dataclasses.replace(parts, factor=parts.factor * c)
             return _rows(alg, flag, parts)

@@ -235,9 +235,27 @@ class _Picks:
                 text = "the targets are no labels that pick one logit of each row"
             targets = self._has_targets() and not self._of_own_chances()
             score = 0.5 if found else 0.3 if targets else 0.2
-            raise Refused("labels", text, score=score, difference=alg.show(self.form))
+            difference = alg.show(self.form)
+            if not found and self._picks_one_class():
+                text = "all rows have one class as their label"
+                raise Refused("one_class", text, score=0.5, difference=difference)
+            raise Refused("labels", text, score=score, difference=difference)
         (((_, outside), label),) = found.items()
         return label, "nan" if fills else outside
+
+    def _picks_one_class(self) -> bool:
+        """Whether a logit of each row is taken at one place, as in `logs[:, 0]`."""
+        alg = self.alg
+        atoms = {a for _, mono in self.form for a, _ in mono if alg.kind(a) == "leaf"}
+        return any(
+            alg.defs[a][1] == alg.defs[whole][1]
+            and any(
+                place != at and not alg.index_ids(place)
+                for place, at in zip(alg.defs[a][2], alg.defs[whole][2], strict=True)
+            )
+            for a in atoms
+            for whole in alg.leaves(self.total)
+        )
 
     def _has_targets(self) -> bool:
         """Whether something besides the logits is summed, as soft targets are."""

@@ -4,9 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
+from rewriter.algebra.canonicalize import is_lossless
 from rewriter.algebra.normal_form import TRUE, Algebra, Monomial
+from rewriter.find.finder import Finder
 from rewriter.find.reading import Operand, Refused, operand
 from rewriter.patterns.cross_entropy.form import Loss
+from rewriter.patterns.cross_entropy.shift import EXPONENTIALS
+from rewriter.program.graph import Node
+
+
+def arrays_of_logits(find: Finder, anchor: Node) -> frozenset[int]:
+    """Arrays that a program computes, and whose exponentials a logarithm adds up.
+
+    They may be made in ways that are none of the op's, such as a margin at the label or
+    one product beside others. The loss is then one of these arrays.
+    """
+    g, found = find.graph, set[int]()
+    for total in find.regions.above(anchor.ins[0], frozenset({"reduce_sum"})):
+        for node in find.regions.above(total.ins[0], EXPONENTIALS):
+            value, maker = node.ins[0], g.node_of(node.ins[0])
+            if maker is not None and maker.prim == "sub":  # its maximum
+                value = maker.ins[0]
+            while (maker := g.node_of(value)) is not None and _widens(find, maker):
+                value = maker.ins[0]
+            if maker is not None:
+                found.add(value)
+    return frozenset(found)
+
+
+def _widens(find: Finder, node: Node) -> bool:
+    """Whether an equation is a cast that keeps every number."""
+    if node.prim != "convert_element_type":
+        return False
+    return is_lossless(*(find.graph.dtype(v) for v in (*node.ins, *node.outs)))
 
 
 def logits_operand(alg: Algebra, loss: Loss) -> dict[str, Operand]:

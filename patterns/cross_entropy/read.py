@@ -26,7 +26,11 @@ from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Operand, Reading, Refused, split_digits, unproved
 from rewriter.find.sieve import Step
 from rewriter.patterns.cross_entropy.form import loss_of
-from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
+from rewriter.patterns.cross_entropy.logits import (
+    arrays_of_logits,
+    linear_operands,
+    logits_operand,
+)
 from rewriter.patterns.cross_entropy.logits_readers import reader_of
 from rewriter.patterns.cross_entropy.shift import EXPONENTIALS, nan_at, require_shifted
 from rewriter.program.constant_tables import affine_constant
@@ -40,6 +44,9 @@ MOVES = frozenset({
 })  # fmt: skip
 OF_BOTH = frozenset({"labels", "terms", "total", "masked", "budget", "rows"})
 """Reasons that have nothing to do with the product: they are told once."""
+
+OF_ARRAYS = frozenset({"rows", "one_class"})
+"""Reasons that also hold where it is not read what the logits are computed from."""
 
 CUTS = frozenset({"slice", "dynamic_slice"})
 """What takes some rows."""
@@ -100,12 +107,16 @@ def _readings(
                 LINEAR, anchor, Refused("split", text, score=0.6, suggestion=WHOLE)
             )
         return
+    losses, arrays = _losses(find, anchor), [frozenset[int]()]
+    if op == GIVEN and not any(find.done(LINEAR, v) for v in losses):
+        own = arrays_of_logits(find, anchor)
+        arrays += [own] * (len(own) == 1)
     miss: Refused | None = None
-    for value in _losses(find, anchor):
+    for value, logits in itertools.product(losses, arrays):
         if find.done(LINEAR, value):
             return
         try:
-            reading = _read(find, anchor, value, op, products)
+            reading = _read(find, anchor, value, op, products, logits)
             yield dataclasses.replace(reading, notes=(*reading.notes, *notes))
             if find.done(op, value):
                 return
@@ -113,7 +124,10 @@ def _readings(
             node = g.node_of(value)
             if node is not None and is_of_gradient(node):
                 continue
-            if miss is None or refusal.score > miss.score:
+            better = miss is None or miss.code == "total"
+            if logits and not (better and refusal.code in OF_ARRAYS):
+                continue
+            if miss is None or logits or refusal.score > miss.score:
                 miss = refusal.with_traceback(None)
         except OverBudget as error:
             miss = miss or unproved(error, 0.2)
@@ -176,9 +190,22 @@ def _is_part(size: Any, whole: Any) -> bool:
 
 
 def _read(
-    find: Finder, anchor: Node, value: int, op: str, products: frozenset[int]
+    find: Finder,
+    anchor: Node,
+    value: int,
+    op: str,
+    products: frozenset[int],
+    logits: frozenset[int],
 ) -> Reading:
     """The reading of one value.
+
+    Args:
+        find: The search.
+        anchor: The logarithm.
+        value: The value.
+        op: The op.
+        products: The contractions that make the logits, if they are read.
+        logits: The array of the logits, if what it is computed from is not read.
 
     Raises:
         Refused: If the form is not that of a loss.
@@ -187,7 +214,7 @@ def _read(
     above = _above(find, value)
     ev = find.evaluator(
         value,
-        names={v: v for v in (*above.labels, *above.numbers)},
+        names={v: v for v in (*above.labels, *above.numbers, *logits)},
         inside=products | above.picks | above.sums,
         full_sides=frozenset((v, k) for v in above.sums for k in (0, 1)),
         picked_fills=True,

@@ -111,7 +111,7 @@ def _require_normalised_axes(find: Finder, name: str, p: Poly, d: set[int]) -> N
         raise Refused(
             "group",
             f"the {name} does not vary with the normalised axis: a "
-            "group, instance or batch norm, or a weight norm",
+            "group, instance or batch norm",
             score=0.6,
         )
     if ids - d:

@@ -158,7 +158,8 @@ def _readings(
                 refusals.append(unproved(error, 0.3))
     group = next((r for r in reversed(refusals) if r.code == "group"), None)
     if group is not None and not any("scale" in r.operands for r in readings):
-        return [], group
+        weight_norm = op == "rms_norm" and find.graph.node_of(source.x) is None
+        return [], None if weight_norm else group
     bare = [r for r in readings if "bare_l2" in r.params]
     readings = [r for r in readings if "bare_l2" not in r.params]
     if bare:

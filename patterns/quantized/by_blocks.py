@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewriter.algebra.canonicalize.contraction import dot_arguments
-from rewriter.algebra.normal_form import Index, OverBudget, Poly
+from rewriter.algebra.normal_form import Index
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
@@ -22,10 +22,10 @@ from rewriter.find.reading import (
     Refused,
     flat_indices,
     operand,
-    split_digits,
 )
 from rewriter.ops.widening import BIAS, ROWS, SCALE
 from rewriter.patterns.quantized.dot import ANCHORS
+from rewriter.patterns.quantized.indices import Indices, order, split
 from rewriter.patterns.quantized.proposals import of_each_side, those_that_read
 from rewriter.patterns.quantized.steps import (
     LAYOUT,
@@ -114,29 +114,6 @@ def _inside(find: Finder, dot: Node) -> tuple[Steps, Node]:
 
 
 @dataclass(frozen=True)
-class _Indices:
-    """The indices of the arrays in a sum of products.
-
-    Attributes:
-        rows: Those of the rows' axes that are kept.
-        of_rows: The form of the rows.
-        numbers: Those of the stored array.
-        groups: Those of the parts.
-        summed: Those within a part.
-        joined: Those of each array of scales.
-        known: What stands for each index that is summed over.
-    """
-
-    rows: tuple[Index, ...]
-    of_rows: Poly
-    numbers: tuple[Index, ...]
-    groups: frozenset[int]
-    summed: frozenset[int]
-    joined: Mapping[int, tuple[Index, ...]]
-    known: Mapping[Any, Index]
-
-
-@dataclass(frozen=True)
 class _Parts:
     """A sum of scaled products of parts.
 
@@ -169,13 +146,18 @@ class _Parts:
         """
         alg, g, x = self.find.algebra, self.find.graph, self.dot.ins[1 - self.side]
         ev = self._evaluator()
-        args, at = self._split(ev, ev.indices(self.value))
+        args, at = split(
+            ev,
+            ev.indices(self.value),
+            self.above.first,
+            lambda args, known: self._indices(ev, args, known),
+        )
         own = [i for a in at.numbers for i in flat_indices(a)]
         rows = [flat_indices(a) for a in at.rows]
         groups = [i for i in own if i in at.groups]
-        summed = [i for i in own if i in at.groups | at.summed]
-        columns = [i for i in own if i not in at.groups | at.summed]
-        mode = self._mode(own, summed, columns)
+        summed = [i for i in own if i in at.summed]
+        columns = [i for i in own if i not in at.summed]
+        mode = order(self.find, self.above.first, own, summed, columns)
         if not groups or summed[: len(groups)] != groups:
             raise _refused("parts are no equal pieces of the summed axis")
         numbers = alg.of_atom(ev.leaf(self.above.first, at.numbers))
@@ -203,24 +185,6 @@ class _Parts:
             notes=tuple(sorted(ev.notes)),
         )  # fmt: skip
 
-    def _mode(self, own: list[int], summed: list[int], columns: list[int]) -> str:
-        """The order in which the numbers lie.
-
-        Raises:
-            Refused: If it is neither, or they are a part of an array.
-        """
-        alg, size = self.find.algebra, 1
-        for n in self.find.graph.shape(self.above.first):
-            size *= n
-        for i in own:
-            size //= alg.sizes[i]
-        if len(set(own)) != len(own) or size != 1:
-            raise Refused("stored", "the matrix is a part of an array", score=0.6)
-        if own not in (summed + columns, columns + summed):
-            text = "the stored matrix lies in another order"
-            raise Refused("stored", text, score=0.6)
-        return "forward" if own == summed + columns else "transposed"
-
     def _evaluator(self) -> RegionEvaluator:
         """An evaluator that expands the sum, down to the program's arrays."""
         (out,), (total,) = self.dot.outs, self.total.outs
@@ -233,31 +197,9 @@ class _Parts:
             full_sides=frozenset({(out, self.side)}),
         )
 
-    def _split(
-        self, ev: RegionEvaluator, args: tuple[Index, ...]
-    ) -> tuple[tuple[Index, ...], _Indices]:
-        """Indices of the result and of what it is made of, split into digits."""
-        alg = self.find.algebra
-        known: Mapping[Any, Index] = {}
-        for _ in range(6):
-            at = self._indices(ev, args, known)
-            forms = [at.of_rows, alg.of_atom(ev.leaf(self.above.first, at.numbers))]
-            forms += [ev.poly(v, a) for v, a in at.joined.items()]
-            summed = tuple(sorted(at.groups | at.summed))
-            whole: Poly = {}
-            for form in forms:
-                whole = alg.add(whole, form)
-            _, new = split_digits(alg, whole, (*args, *summed))
-            if new == (*args, *summed):
-                return args, at
-            to = dict(zip(summed, new[len(args) :], strict=True))
-            known = {k: alg.subst_index(a, to) for k, a in at.known.items()}
-            args = new[: len(args)]
-        raise OverBudget("reshapes split the axes into too many parts")
-
     def _indices(
         self, ev: RegionEvaluator, args: tuple[Index, ...], known: Mapping[Any, Index]
-    ) -> _Indices:
+    ) -> Indices:
         """The indices of each array, from those of the result.
 
         Args:
@@ -293,14 +235,17 @@ class _Parts:
             for pair in self.dot.params["dimension_numbers"]
         ]
         kept = [a for k, a in enumerate(rows) if k not in apart[0] | apart[1]]
-        of = lambda part: frozenset(
-            i
-            for key, a in known.items()
-            if isinstance(key, tuple) == part
-            for i in flat_indices(a)
+        flat = {key: flat_indices(a) for key, a in known.items()}
+        parts = (i for key, ids in flat.items() if isinstance(key, tuple) for i in ids)
+        return Indices(
+            tuple(kept),
+            ev.poly(self.dot.ins[1 - self.side], rows, "layout"),
+            numbers,
+            frozenset(i for ids in flat.values() for i in ids),
+            joined,
+            known,
+            frozenset(parts),
         )
-        form = ev.poly(self.dot.ins[1 - self.side], rows, "layout")
-        return _Indices(tuple(kept), form, numbers, of(True), of(False), joined, known)
 
     def _scales(
         self,

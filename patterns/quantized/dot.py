@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rewriter.algebra.canonicalize.contraction import dot_arguments
-from rewriter.algebra.normal_form import Index, OverBudget, Poly
+from rewriter.algebra.normal_form import Index, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
@@ -26,9 +26,9 @@ from rewriter.find.reading import (
     Refused,
     flat_indices,
     operand,
-    split_digits,
 )
 from rewriter.ops.widening import BIAS, ROWS, SCALE, ZERO
+from rewriter.patterns.quantized.indices import Indices, order, split
 from rewriter.patterns.quantized.proposals import of_each_side, those_that_read
 from rewriter.patterns.quantized.steps import (
     STORED,
@@ -117,24 +117,19 @@ class _Product:
         """
         alg, g, x = self.find.algebra, self.find.graph, self.dot.ins[1 - self.side]
         ev = self._evaluator()
-        first = ev.indices(self.value)
-        args, at = self._split(ev, first)
+        args, at = split(
+            ev,
+            ev.indices(self.value),
+            self.above.first,
+            lambda args, known: self._indices(ev, args, known),
+        )
         own = [i for a in at.numbers for i in flat_indices(a)]
         rows = [flat_indices(a) for a in at.rows]
         of_rows = {i for group in rows for i in group}
         summed = [i for i in own if i in at.summed]
         columns = [i for i in own if i not in at.summed]
         below = self._named(ev, at.joined, of_rows, set(columns))
-        if own == summed + columns:
-            mode = "forward"
-        elif own == columns + summed:
-            mode = "transposed"
-        else:
-            raise Refused(
-                "stored", "the stored matrix lies in another order", score=0.6
-            )
-        if len(set(own)) != len(own) or not self._is_whole(own):
-            raise Refused("stored", "the matrix is a part of an array", score=0.6)
+        mode = order(self.find, self.above.first, own, summed, columns)
         numbers = alg.of_atom(ev.leaf(self.above.first, at.numbers))
         axes = [tuple(summed), tuple(columns)]
         operands = {
@@ -169,31 +164,9 @@ class _Product:
             full_sides=frozenset({(out, self.side)}),
         )
 
-    def _split(
-        self, ev: RegionEvaluator, args: tuple[Index, ...]
-    ) -> tuple[tuple[Index, ...], _Indices]:
-        """Indices of the result and of what it is made of, split into digits."""
-        alg = self.find.algebra
-        known: Mapping[int, Index] = {}
-        for _ in range(6):
-            at = self._indices(ev, args, known)
-            forms = [at.of_rows, alg.of_atom(ev.leaf(self.above.first, at.numbers))]
-            forms += [ev.poly(v, a) for v, a in at.joined.items()]
-            summed = tuple(sorted(at.summed))
-            whole: Poly = {}
-            for form in forms:
-                whole = alg.add(whole, form)
-            _, new = split_digits(alg, whole, (*args, *summed))
-            if new == (*args, *summed):
-                return args, at
-            to = dict(zip(summed, new[len(args) :], strict=True))
-            known = {k: alg.subst_index(a, to) for k, a in (known or at.bound).items()}
-            args = new[: len(args)]
-        raise OverBudget("reshapes split the axes into too many parts")
-
     def _indices(
         self, ev: RegionEvaluator, args: tuple[Index, ...], known: Mapping[int, Index]
-    ) -> _Indices:
+    ) -> Indices:
         """The indices of each array, from those of the result.
 
         Args:
@@ -218,18 +191,9 @@ class _Product:
         kept = [a for k, a in enumerate(rows) if k not in set(map(int, contracted))]
         summed = frozenset(i for a in known.values() for i in flat_indices(a))
         form = ev.poly(self.dot.ins[1 - self.side], rows, "layout")
-        return _Indices(
+        return Indices(
             tuple(kept), form, numbers, summed, {**joined, **of_scales}, known
         )
-
-    def _is_whole(self, own: list[int]) -> bool:
-        """Whether indices run over all stored numbers."""
-        size, alg = 1, self.find.algebra
-        for n in self.find.graph.shape(self.above.first):
-            size *= n
-        for i in own:
-            size //= alg.sizes[i]
-        return size == 1
 
     def _joined(
         self,
@@ -336,27 +300,6 @@ class _Product:
             for ids in arrays
         )
         return math.prod(self.find.graph.shape(self.above.first)) / most
-
-
-@dataclass(frozen=True)
-class _Indices:
-    """The indices of the arrays in a product.
-
-    Attributes:
-        rows: Those of the rows' axes that are kept.
-        of_rows: The form of the rows.
-        numbers: Those of the stored array.
-        summed: All that are summed over.
-        joined: Those of each array of scales or zero points.
-        bound: What stands for each index that the product sums over.
-    """
-
-    rows: tuple[Index, ...]
-    of_rows: Poly
-    numbers: tuple[Index, ...]
-    summed: frozenset[int]
-    joined: Mapping[int, tuple[Index, ...]]
-    bound: Mapping[int, Index]
 
 
 PATTERN = ReaderPattern(NAME, ANCHORS, propose, dtypes=STORED)

@@ -213,8 +213,8 @@ def separate_trace(key: Hashable) -> Any:
     in this context are part of the key of every trace. JAX takes them out of the axes
     of a mesh, and this one is in none.
     """
-    apart = getattr(core, "add_explicit_mesh_axis_names", None)
-    return contextlib.nullcontext() if apart is None else apart((key,))
+    add_names = getattr(core, "add_explicit_mesh_axis_names", None)
+    return contextlib.nullcontext() if add_names is None else add_names((key,))
 
 
 def on_one_device() -> Any:

@@ -131,13 +131,13 @@ def _tangents(
     moving = [i for i, a in enumerate(avals) if _is_moving(a)]
 
     def code(*given: Any) -> list[Any]:
-        fixed, along = given[: len(avals)], given[len(avals) :]
+        fixed, moved = given[: len(avals)], given[len(avals) :]
 
         def of(*chosen: Any) -> list[Any]:
             found = f(*_put(fixed, moving, chosen))
             return [found[i] for i in used if _is_moving(found[i])]
 
-        results, tangents = jax.jvp(of, tuple(fixed[i] for i in moving), along)
+        results, tangents = jax.jvp(of, tuple(fixed[i] for i in moving), moved)
         return [*results, *tangents]
 
     return code, [*avals, *(avals[i] for i in moving)]

@@ -227,25 +227,27 @@ def linear(graph: Graph, reached: Sequence[int], stops: frozenset[int]) -> set[i
         if made is None or value in stops:
             continue
         node = made[0]
-        along = [k for k, v in enumerate(node.ins) if v in found]
-        if not other.isdisjoint(node.ins) or (along and not _is_linear(node, along)):
+        positions = [k for k, v in enumerate(node.ins) if v in found]
+        if not other.isdisjoint(node.ins) or (
+            positions and not _is_linear(node, positions)
+        ):
             other.add(value)
-        elif along:
+        elif positions:
             found.add(value)
     return found
 
 
-def _is_linear(node: Node, along: Sequence[int]) -> bool:
+def _is_linear(node: Node, positions: Sequence[int]) -> bool:
     """Whether a result is linear in some of its operands."""
     if node.prim in ADDS:
         return True
     if is_pick(node):
-        return along == [0] or (along == [2] and node.prim != "gather")
+        return positions == [0] or (positions == [2] and node.prim != "gather")
     if node.prim == "scan":
         return True  # if it is not, no form of its results is a gradient
     if node.prim in LINEAR or node.prim in CONTRACTIONS:
-        return along == [0] or (len(along) == 1 and node.prim in EITHER)
-    return node.prim == "select_n" and 0 not in along
+        return positions == [0] or (len(positions) == 1 and node.prim in EITHER)
+    return node.prim == "select_n" and 0 not in positions
 
 
 class Cones:

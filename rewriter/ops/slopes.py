@@ -50,7 +50,7 @@ def with_slopes(
         return function(y)
 
     @same.defjvp
-    def along(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         (y,), (tangent,) = primals, tangents
         _, out = jax.jvp(function, (y,), (tangent,))
         for point, slope, *more in slopes:

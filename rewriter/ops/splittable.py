@@ -15,7 +15,7 @@ import numpy as np
 
 from rewriter.ops.op import OUT, Sharding
 
-log = logging.getLogger("rewriter.along")
+log = logging.getLogger("rewriter.splittable")
 TOLERANCE = 1e-4
 LEAD = (2, 3)
 """Trial sizes of the leading axes that ``...`` stands for."""

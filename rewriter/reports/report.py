@@ -268,6 +268,10 @@ def asdict_site(site: Site) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------- text
+NOT_MODELLED = "times: not estimated on a CPU; rewriter.tune measures them"
+"""Said where a CPU is the target, and none of its times were measured."""
+
+
 def _lines(report: Report) -> Iterator[str]:
     yield (
         f"rewriter.explain({report.name})   jax {report.versions}   "
@@ -276,6 +280,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield f" {_summary(report)}{_seconds(report.seconds)}"
     if costs := report.costs():
         yield f" {costs}"
+    elif report.target == "cpu" and any(s.replaced for s in report.sites):
+        yield f" {NOT_MODELLED}"
     if report.sites or report.misses or report.failures:
         yield ""
     groups = grouped(report.sites)

@@ -44,7 +44,7 @@ from rewriter.reports.required import check_required
 from rewriter.rewrite.rewritten import Rewritten
 from rewriter.run import deferred
 from rewriter.run.deferred import INSIDE, Deferred
-from rewriter.run.pipeline import has_sites, rewrite
+from rewriter.run.rewriting import has_sites, rewrite
 from rewriter.support.requirement import ALL
 from rewriter.support.verdict import Reason
 

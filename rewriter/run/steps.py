@@ -36,7 +36,7 @@ from rewriter.program.prepare import (
     sums_of_rows,
 )
 from rewriter.program.prepare.joined_losses import join
-from rewriter.program.prepare.platform_branches import settle
+from rewriter.program.prepare.platform_branches import take_branches
 from rewriter.rewrite import replace as splicing
 from rewriter.rewrite.beside_sites import BodyPass
 from rewriter.rewrite.locate import located
@@ -62,7 +62,7 @@ Item = TypeVar("Item")
 
 def take_platform_branches(program: Program) -> Program:
     """Takes the only branch that a target can run, where branches are by platform."""
-    return replace(program, closed_jaxpr=settle(program.closed_jaxpr))
+    return replace(program, closed_jaxpr=take_branches(program.closed_jaxpr))
 
 
 def keep_possible_patterns(program: Program) -> Program:

@@ -23,7 +23,7 @@ from rewriter.measure.tuned import Tuned
 from rewriter.ops import device
 from rewriter.program import trace
 from rewriter.program.placement import placed
-from rewriter.run import pipeline
+from rewriter.run import rewriting
 from rewriter.run.optimize import optimize, with_patterns
 from rewriter.site.implementation import XLA
 from rewriter.support.threads import run_untraced
@@ -141,7 +141,7 @@ def _measuring(program: _Program, how: _How) -> Callable[..., Tuned]:
         traced, placement = placed(inner, args, kwargs, program.jit_options)
         if how.end_to_end:
             _require_one_device(placement)
-        found = pipeline.tasks(
+        found = rewriting.tasks(
             traced.closed_jaxpr, config, program.patterns, how.grad, placement
         )
         found = _sampled(found, how.sample)

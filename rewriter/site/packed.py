@@ -75,10 +75,10 @@ def _composed_tangent(
     *, use: Use, active: tuple[str, ...], parts: Parts
 ) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        *before, along = args
+        *before, tangent = args
         names = (*active, *(name for name, _, _ in parts))
         count = len(before) - len(active)
-        cut = [_part(along, heads, args[use.names.index(n)]) for n, _, heads in parts]
+        cut = [_part(tangent, heads, args[use.names.index(n)]) for n, _, heads in parts]
         params = {"use": use, "active": names, "batch": ()}
         given = _given(before[:count], parts)
         return site.tangent_p.bind(*given, *before[count:], *cut, **params)
@@ -135,18 +135,18 @@ def _site_jvp(
     outs = [checkpoint_name(o, f"rewriter.{use.op.name}") for o in outs]
     saved = outs if use.keeps_out else outs[1:]
     inside = {name for name, _, _ in parts}
-    apart = [
+    others = [
         (name, t)
         for name, x, t in zip(use.names, primals, tangents, strict=False)
         if name not in inside and is_inexact(x) and not site.is_zero(t)
     ]
     n = len(use.names)
-    along = tangent_p.bind(
-        *primals[:n], *saved, primals[-1], *(t for _, t in apart), tangents[-1],
-        use=use, active=tuple(name for name, _ in apart), parts=parts,
+    tangent = tangent_p.bind(
+        *primals[:n], *saved, primals[-1], *(t for _, t in others), tangents[-1],
+        use=use, active=tuple(name for name, _ in others), parts=parts,
     )  # fmt: skip
     outs = outs if residuals else outs[:1]
-    return outs, [along, *(site.zero_of(r) for r in outs[1:])]
+    return outs, [tangent, *(site.zero_of(r) for r in outs[1:])]
 
 
 # ------------------------------------------------------------------- transposes
@@ -161,8 +161,8 @@ def _tangent_transpose(
         return results
     *given, array = args[:first]
     joined = _whole(parts) if len(args) - 1 in linear else ()
-    apart = [i for i in linear if i < len(args) - 1]
-    wrt = (*(active[i - first] for i in apart), *(name for name, _ in joined))
+    others = [i for i in linear if i < len(args) - 1]
+    wrt = (*(active[i - first] for i in others), *(name for name, _ in joined))
     grads = backward_p.bind(
         *given, cotangent, array, use=use, wrt=wrt, parts=parts, joined=joined
     )
@@ -228,9 +228,9 @@ def _tangent_made(
     n, names = len(use.names), (*active, *(name for name, _, _ in parts))
 
     def run(*args: Any) -> Any:
-        apart = args[len(args) - 1 - len(active) : -1]
+        others = args[len(args) - 1 - len(active) : -1]
         cut = [_part(args[-1], at, args[use.names.index(m)]) for m, _, at in parts]
-        return implement.tangent(use, names, ())(*args[:n], *apart, *cut)
+        return implement.tangent(use, names, ())(*args[:n], *others, *cut)
 
     return run
 

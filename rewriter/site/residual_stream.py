@@ -77,8 +77,8 @@ def _composed_tangent(
     handed = active.index(use.adds_to) - len(active)
 
     def run(*args: Any) -> list[Any]:
-        along = site.tangent_p.bind(*args, use=use, active=active, batch=())
-        return [along, args[handed]]
+        tangent = site.tangent_p.bind(*args, use=use, active=active, batch=())
+        return [tangent, args[handed]]
 
     return run
 
@@ -109,8 +109,8 @@ def _site_aval(*avals: Any, use: Use, residuals: bool) -> list[Any]:
 
 
 def _tangent_aval(*avals: Any, use: Use, active: tuple[str, ...]) -> list[Any]:
-    along = tangent_aval(*avals, use=use, active=active, batch=())
-    return [along, avals[active.index(use.adds_to) - len(active)]]
+    tangent = tangent_aval(*avals, use=use, active=active, batch=())
+    return [tangent, avals[active.index(use.adds_to) - len(active)]]
 
 
 def _backward_aval(*avals: Any, use: Use, wrt: tuple[str, ...]) -> list[Any]:
@@ -122,11 +122,11 @@ def _site_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, use: Use, residuals: bool
 ) -> tuple[list[Any], list[Any]]:
     n, at = len(use.names), _added(use)
-    along = list(tangents[:n])
+    sums = list(tangents[:n])
     for tangent in tangents[n:]:
-        along[at] = ad.add_tangents(along[at], tangent)
+        sums[at] = ad.add_tangents(sums[at], tangent)
     moving = [
-        i for i, t in enumerate(along) if is_inexact(primals[i]) and not site.is_zero(t)
+        i for i, t in enumerate(sums) if is_inexact(primals[i]) and not site.is_zero(t)
     ]
     if not moving:
         outs = site_p.bind(*primals, use=use, residuals=residuals)
@@ -135,7 +135,7 @@ def _site_jvp(
     outs = [checkpoint_name(x, f"rewriter.{use.op.name}") for x in outs]
     operands = [*primals[:at], total, *primals[at + 1 : n]]
     values = [*operands, *(outs if use.keeps_out else outs[1:])]
-    values += [along[i] for i in moving]
+    values += [sums[i] for i in moving]
     active = tuple(use.names[i] for i in moving)
     if at in moving:
         of_result, of_total = tangent_p.bind(*values, use=use, active=active)
@@ -213,9 +213,9 @@ def _tangent_made(
     kernel: Kernel | None, *, use: Use, active: tuple[str, ...]
 ) -> Callable[..., list[Any]]:
     del kernel
-    along = implement.tangent(use, active, ())
+    tangent_of = implement.tangent(use, active, ())
     return lambda *args: [
-        along(*args),
+        tangent_of(*args),
         args[active.index(use.adds_to) - len(active)],
     ]
 

@@ -179,7 +179,7 @@ def _site_jvp(
     outs = [checkpoint_name(o, f"rewriter.{use.op.name}") for o in outs]
     saved = outs if use.keeps_out else outs[1:]
     every = (True,) * len(saved)
-    along = tangent_p.bind(
+    tangent = tangent_p.bind(
         *primals,
         *saved,
         *(tangents[i] for i in moving),
@@ -190,7 +190,7 @@ def _site_jvp(
     # Residuals depend on the operands alone, and the other two primitives differentiate
     # by the operands, so residuals have no tangent of their own.
     outs = outs if residuals else outs[:1]
-    return outs, [along, *(zero_of(r) for r in outs[1:])]
+    return outs, [tangent, *(zero_of(r) for r in outs[1:])]
 
 
 def site_transpose(
@@ -320,7 +320,7 @@ def backward_transpose(
     if not moving or not ad.is_undefined_primal(args[-1]):
         return results
     levels = zip(batch, summed, strict=True)
-    along = tangent_p.bind(
+    tangent = tangent_p.bind(
         *args[:-1],
         *(cotangents[i] for i in moving),
         use=use,
@@ -329,7 +329,7 @@ def backward_transpose(
     )
     # A cotangent without a level's axis was shared by the whole level.
     axes = tuple(i for i, m in enumerate(batch) if not m[-1])
-    results[-1] = along.sum(axes) if axes else along
+    results[-1] = tangent.sum(axes) if axes else tangent
     return results
 
 

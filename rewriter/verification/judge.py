@@ -369,8 +369,8 @@ class _Case:
 
     def _farthest(self, row: int) -> tuple[int, ...]:
         """The index of the entry of a row that is farthest off."""
-        apart = np.abs(np.where(np.isfinite(self.b), self.b, 0) - self.a)[row]
-        entry = row * apart.size + int(np.argmax(np.nan_to_num(apart)))
+        distance = np.abs(np.where(np.isfinite(self.b), self.b, 0) - self.a)[row]
+        entry = row * distance.size + int(np.argmax(np.nan_to_num(distance)))
         parts = max(1, self.a.size // max(1, math.prod(self.shape)))  # of a complex one
         return tuple(map(int, np.unravel_index(entry // parts, self.shape)))
 

@@ -28,7 +28,7 @@ from flax import linen as nn
 
 import rewriter
 from rewriter.config import resolve
-from rewriter.run.pipeline import rewrite
+from rewriter.run.rewriting import rewrite
 from tests.bench import record
 
 CONFIG = resolve({"implementation": {"gated_linear_unit": "memory_bounded"}})

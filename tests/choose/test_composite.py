@@ -15,7 +15,7 @@ import rewriter
 from rewriter.config import resolve
 from rewriter.hardware import ahead_of_time
 from rewriter.ops.registry import registry
-from rewriter.run import pipeline
+from rewriter.run import rewriting
 from tests.support.kernels import tpu as on_tpu
 
 pytestmark = pytest.mark.once
@@ -247,11 +247,11 @@ def test_both_are_measured() -> None:
     closed = jax.make_jaxpr(unit)(*specs(unit))
     found = {
         t.op.name: {k.name for k in t.kernels if "tpu" in k.platforms}
-        for t in pipeline.tasks(closed, config)
+        for t in rewriting.tasks(closed, config)
     }
     assert set(found) == {"ragged_dot", UNIT}
     assert found[UNIT] == {"mosaic_tpu", "by_parts"}
-    on_cpu = pipeline.tasks(closed, resolve({"target": "cpu"}))
+    on_cpu = rewriting.tasks(closed, resolve({"target": "cpu"}))
     assert {t.op.name for t in on_cpu} == {"ragged_dot"}
 
 

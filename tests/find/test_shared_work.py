@@ -14,7 +14,7 @@ from rewriter import _jax
 from rewriter.config import resolve
 from rewriter.find import check, match
 from rewriter.gradients import search
-from rewriter.run.pipeline import rewrite
+from rewriter.run.rewriting import rewrite
 from tests.bench.rewrite_cost import decoder, weights
 
 pytestmark = pytest.mark.once

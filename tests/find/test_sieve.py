@@ -10,7 +10,7 @@ from rewriter.config import Config
 from rewriter.find import sieve
 from rewriter.find.sieve import possible
 from rewriter.patterns.sets import in_force
-from rewriter.run import pipeline, steps
+from rewriter.run import rewriting, steps
 from tests.spellings.corpus import SPELLINGS
 from tests.spellings.known import MISSED
 
@@ -59,7 +59,7 @@ def test_no_graph_without_a_possible_site(fn, monkeypatch) -> None:
     assert not names(fn, X)
     monkeypatch.setattr(steps, "Graph", None)  # not called
     closed = jax.make_jaxpr(fn)(X)
-    assert pipeline.rewrite(closed, Config()).closed_jaxpr is closed
+    assert rewriting.rewrite(closed, Config()).closed_jaxpr is closed
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda f: f])

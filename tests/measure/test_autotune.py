@@ -21,7 +21,7 @@ from rewriter.measure.measurement import Measurement
 from rewriter.ops import device, registry
 from rewriter.ops.kernel import Space, Spec, spec_of
 from rewriter.ops.op import Op, Operand
-from rewriter.run import pipeline
+from rewriter.run import rewriting
 from rewriter.site.implementation import Implementation
 from rewriter.support import threads
 from rewriter.support.verdict import YES, no
@@ -712,7 +712,7 @@ def test_what_makes_the_whole_program_slower_is_left_as_written(monkeypatch) -> 
     options = {"patterns": ["default", pattern], "implementation": {}}
     task = next(
         t
-        for t in pipeline.tasks(
+        for t in rewriting.tasks(
             jax.make_jaxpr(two_ops)(*args), Config(), [pattern], False
         )
         if t.op.name == "gated"

@@ -18,7 +18,7 @@ from rewriter.errors import BundleMismatch, CacheWarning, ConfigError
 from rewriter.measure import cache, sources
 from rewriter.measure.tuned import Tuned
 from rewriter.ops import device
-from rewriter.run import pipeline
+from rewriter.run import rewriting
 from rewriter.support import regular_files
 from tests.measure.test_tuned import key, took
 
@@ -252,7 +252,7 @@ def attention(q, k, v):
 def test_configs_that_a_kernel_cannot_have(change) -> None:
     """A record in due form that would end in a division by zero is as if not there."""
     x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
-    (task,) = pipeline.tasks(jax.make_jaxpr(attention)(x, x, x), Config())
+    (task,) = rewriting.tasks(jax.make_jaxpr(attention)(x, x, x), Config())
     used = task.key(device.attached())
     blocks = {"rows": 16, "keys": 16, "tile": 2048, "lines": 1 << 19}
     for more, kernel in (({}, "memory_bounded"), (change, "xla")):

@@ -20,7 +20,7 @@ from rewriter.measure.measurement import Measurement, of_spelling
 from rewriter.measure.original_region import NotTaken
 from rewriter.ops import device
 from rewriter.ops.registry import registry
-from rewriter.run import pipeline
+from rewriter.run import rewriting
 from rewriter.site.implementation import Implementation
 from tests import slow
 
@@ -111,7 +111,7 @@ def gradients(fn, args):
 
 def task_of(fn, args, gradients: bool = False) -> programs.Task:
     closed = jax.make_jaxpr(fn)(*args)
-    found = pipeline.tasks(closed, Config(), (), gradients)
+    found = rewriting.tasks(closed, Config(), (), gradients)
     return found[-1]
 
 

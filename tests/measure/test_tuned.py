@@ -24,7 +24,7 @@ from rewriter.measure.tuned import Tuned
 from rewriter.ops import device
 from rewriter.ops.kernel import Spec, spec_of
 from rewriter.ops.registry import registry
-from rewriter.run import pipeline
+from rewriter.run import rewriting
 from rewriter.site.implementation import Implementation
 
 pytestmark = pytest.mark.once
@@ -236,7 +236,7 @@ def test_choices_from_a_file(tmp_path) -> None:
     x = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
     (plain,) = rewriter.explain(attention)(x, x, x).sites
     assert plain.kernel == "xla"  # by rule of thumb it is too small
-    (task,) = pipeline.tasks(jax.make_jaxpr(attention)(x, x, x), Config())
+    (task,) = rewriting.tasks(jax.make_jaxpr(attention)(x, x, x), Config())
     used = task.key(device.attached())
     blocks = {"rows": 16, "keys": 16, "tile": 2048, "lines": 1 << 19}
     measured = (took("xla", 9.0), took("memory_bounded", 1.0, **blocks))

@@ -14,7 +14,7 @@ from rewriter import _jax
 from rewriter.config import resolve
 from rewriter.program import fold
 from rewriter.program.repeats import Numbered, runs
-from rewriter.run import pipeline, steps
+from rewriter.run import rewriting, steps
 
 pytestmark = pytest.mark.once
 
@@ -79,10 +79,10 @@ def loss(ps, x):
 def written_out_twice(fn, *args):
     """The program rewritten by way of fewer layers, and rewritten as it is."""
     closed = jax.make_jaxpr(fn)(*args)
-    short = pipeline.rewrite(closed, CONFIG)
+    short = rewriting.rewrite(closed, CONFIG)
     patch = pytest.MonkeyPatch()
     patch.setattr(steps, "fold", lambda closed: None)
-    whole = pipeline.rewrite(closed, CONFIG)
+    whole = rewriting.rewrite(closed, CONFIG)
     patch.undo()
     return closed, short, whole
 
@@ -286,7 +286,7 @@ def test_gradients_of_equal_sites_are_traced_once(monkeypatch) -> None:
     count("linearized")
     count("trace_placed")
     program = jax.make_jaxpr(jax.value_and_grad(loss))(weights(), X)
-    rewritten = pipeline.rewrite(program, CONFIG)
+    rewritten = rewriting.rewrite(program, CONFIG)
     assert {s.op for s in rewritten.sites if s.backward} == {
         "attention", "gated_linear_unit", "rms_norm",
     }  # fmt: skip

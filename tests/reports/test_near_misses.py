@@ -90,7 +90,14 @@ def free_energy(x, w):
     return jax.nn.logsumexp(jnp.where(np.arange(6) < 4, x @ w, -1e30), -1)
 
 
+def weight_norm(x, w):
+    """A weight of any length, as wav2vec 2.0 has it in its convolutions."""
+    return x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True) * LENGTHS)
+
+
+LENGTHS = np.linspace(0.5, 2.0, 6).astype("f4")
 NONE = {
+    "weight_norm": (weight_norm, X, W),
     "dropout_behind_gelu": (dropout_behind_gelu, X, W, KEY),
     "dropout_behind_silu": (dropout_behind_silu, X, W, KEY),
     "global_norm": (global_norm, X, W),
@@ -301,6 +308,25 @@ def log_of_bounded(x, w):
     return -(jax.nn.one_hot(LABELS, 6) * logs).sum(-1).mean()
 
 
+def distances(q, k, v):
+    apart = jnp.square(q[:, :, None] - k[:, None]).sum(-1)
+    return weighted(jax.nn.softmax(-apart.transpose(0, 3, 1, 2)), v)
+
+
+def gathered_matrices(x, w, up, down):
+    return jnp.einsum("td,tdf->tf", jnp.tile(x, (2, 1)), up[jnp.arange(8) % 6])
+
+
+def masked_experts(x, w, up, down):
+    expert = jnp.arange(4) % 3
+    return sum(jnp.where((expert == k)[:, None], x @ up[k], 0) for k in range(3))
+
+
+def differences(q, k, v):
+    apart = jnp.abs(q[:, :, None] - k[:, None]).sum(-1)
+    return weighted(jax.nn.softmax(-apart.transpose(0, 3, 1, 2)), v)
+
+
 WORDS = {
     "log_of_picked": ("cross_entropy", "rounds to 0", log_of_picked, X, W),
     "log_of_bounded": ("cross_entropy", "rounds to 0", log_of_bounded, X, W),
@@ -319,6 +345,10 @@ WORDS = {
     "clipped": ("attention", "go through max", clipped_weights, Q, K, V),
     "scan": ("ragged_dot", "one after another", expert_scan, X, W, UP, DOWN),
     "loop": ("ragged_dot", "one after another", expert_loop, X, W, UP, DOWN),
+    "masked": ("ragged_dot", "one after another", masked_experts, X, W, UP, DOWN),
+    "gathered": ("ragged_dot", "for each row", gathered_matrices, X, W, UP, DOWN),
+    "distances": ("attention", "2 q·k - |k|²", distances, Q, K, V),
+    "differences": ("attention", "and no product", differences, Q, K, V),
 }  # fmt: skip
 
 
@@ -437,11 +467,28 @@ REASONS = {
         lambda q, k, v: weighted(jax.nn.softmax(jax.nn.softmax(scores(q, k))), v),
         Q, K, V,
     ),
+    "rolled": (
+        "attention", "are moved along the keys",
+        lambda q, k, v: weighted(jnp.roll(jax.nn.softmax(scores(q, k)), 1, -1), v),
+        Q, K, V,
+    ),
+    "gate_of_heads": (
+        "attention", "an array that has no axis of keys",
+        lambda q, k, v, g: weighted(jax.nn.softmax(scores(q, k)) * g, v),
+        Q, K, V, np.ones((2, 1, 1), "f4"),
+    ),
+    "one_class": (
+        "cross_entropy", "one class as their label",
+        lambda x, w, u: -jax.nn.log_softmax(
+            jnp.concatenate([(x * w[:, LABELS].T).sum(-1, keepdims=True), x @ u], -1)
+        )[:, 0].mean(),
+        X, W, U,
+    ),
     "weights_times_logs": (
         "attention", "a function of the weights", weights_times_logs, Q, K, V
     ),
     "both_neighbours": (
-        "attention", "only 2 are each a softmax times values", both_neighbours, Q, K, V
+        "attention", "are moved along the keys", both_neighbours, Q, K, V
     ),
     "distilled": ("cross_entropy", "no labels", distilled, X, W, U),
     "straight_through": (

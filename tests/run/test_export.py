@@ -140,7 +140,7 @@ def test_targets_decide_what_is_exported_for_their_platform(monkeypatch) -> None
     from rewriter.measure.measurement import Measurement
     from rewriter.measure.tuned import Tuned
     from rewriter.ops import device
-    from rewriter.run import pipeline
+    from rewriter.run import rewriting
     from rewriter.site.implementation import Implementation
 
     def experts(lhs, rhs, sizes):
@@ -151,7 +151,7 @@ def test_targets_decide_what_is_exported_for_their_platform(monkeypatch) -> None
         jax.ShapeDtypeStruct((4, 8, 8), jnp.float32),
         jax.ShapeDtypeStruct((4,), jnp.int32),
     )
-    (task,) = pipeline.tasks(jax.make_jaxpr(experts)(*args), Config())
+    (task,) = rewriting.tasks(jax.make_jaxpr(experts)(*args), Config())
     loop = Implementation("memory_bounded", config=(("rows", 16),))
     times = (Measurement(Implementation(), "xla", "any", 9.0),
              Measurement(loop, "memory_bounded 1", "any", 1.0))  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 import rewriter
 from rewriter.config import PASSES_TO_DISABLE
-from rewriter.run import pipeline, steps
+from rewriter.run import rewriting, steps
 from rewriter.run.pipeline import PASSES
 from rewriter.run.program import Pass, Program
 from tests.support.programs import FORCED, attention
@@ -75,8 +75,8 @@ def test_a_pass_that_breaks_the_program_is_named(monkeypatch):
     broken = tuple(
         Pass("replace", _cast) if step.name == "replace" else step for step in PASSES
     )
-    monkeypatch.setattr(pipeline, "PASSES", broken)
+    monkeypatch.setattr(rewriting, "PASSES", broken)
     monkeypatch.setenv("REWRITER_VALIDATE", "1")
     closed = jax.make_jaxpr(loss)(X, X, X)
     with pytest.raises(AssertionError, match="after 'replace' the program gives"):
-        pipeline.rewrite(closed, rewriter.Config())
+        rewriting.rewrite(closed, rewriter.Config())

@@ -245,7 +245,7 @@ def _square(ev: Evaluator, node: Node, args, mode: str) -> Poly:
 
 def _whole_power(ev: Evaluator, value: int, args, mode: str, e: int) -> Poly:
     """A power with a whole exponent."""
-    node = ev._expandable(value, mode)
+    node = ev.expandable(value, mode)
     if node is not None and node.prim == "div":
         n = ev.number(node.ins[1])
         if n:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rewriter.algebra.canonicalize.complex_numbers import has_complex_numbers
 from rewriter.algebra.canonicalize.computed_positions import counted
 from rewriter.algebra.canonicalize.congruence import congruent_atom
 from rewriter.algebra.canonicalize.constant_values import Constants
@@ -21,8 +20,9 @@ from rewriter.algebra.canonicalize.dtypes import (
     takes_integers,
 )
 from rewriter.algebra.canonicalize.exact_values import with_wraps
+from rewriter.algebra.canonicalize.expansion import Expansion
 from rewriter.algebra.canonicalize.intervals import held_by, interval, within
-from rewriter.algebra.canonicalize.layout import Layout, is_slice
+from rewriter.algebra.canonicalize.layout import Layout
 from rewriter.algebra.canonicalize.loop_bodies import Loops
 from rewriter.algebra.canonicalize.loops import LoopForms
 from rewriter.algebra.canonicalize.modular import exact_sum
@@ -33,17 +33,9 @@ from rewriter.algebra.canonicalize.numbers import (
 )
 from rewriter.algebra.canonicalize.opaque import may_differ, rounds
 from rewriter.algebra.canonicalize.primitives import (
-    EXTREMES,
     FULL,
     LAYOUT,
-    LAYOUT_PRIMITIVES,
-    LOCAL,
-    MOVING,
-    STRUCTURAL,
-    TRANSPARENT,
     NeedSplit,
-    adds_zero,
-    is_local,
 )
 from rewriter.algebra.canonicalize.select import choose
 from rewriter.algebra.normal_form import (
@@ -58,10 +50,9 @@ from rewriter.algebra.normal_form import (
 from rewriter.program.constant_tables import affine_constant, pattern_of
 from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Graph, Node
-from rewriter.program.stacked_slices import sliced
 
 
-class Evaluator(Layout, LoopForms, Constants):
+class Evaluator(Expansion, Layout, LoopForms, Constants):
     """Normal forms of graph values relative to leaves.
 
     Args:
@@ -125,7 +116,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.by_rows, self.by_wraps, self.masks = by_rows, by_wraps, masks
         self.picked_fills = picked_fills
         self.memo: dict[Any, Any] = {}
-        self._expanded_values: dict[int, bool] = {}
+        self.expands: dict[int, bool] = {}
         self.fills: set[float] = set()
         self.notes: set[str] = set()
         self.unproved: dict[str, str] = {}
@@ -219,12 +210,6 @@ class Evaluator(Layout, LoopForms, Constants):
         if self.visits > 3000:
             raise TooMuchWork("the region is too large")
 
-    def operand_mode(self, node: Node, k: int, mode: str) -> str:
-        """How far an operand of a contraction is expanded."""
-        if self.expand_all or is_local(node):
-            return mode
-        return FULL if (node.outs[0], k) in self.full_sides else LAYOUT
-
     # ------------------------------------------------------------- leaves
     def leaf(self, value: int, args: tuple[Index, ...]) -> int:
         """The atom of an opaque value."""
@@ -244,82 +229,6 @@ class Evaluator(Layout, LoopForms, Constants):
                 self.alg.exponentials.add(name)
         return self.alg.atom("leaf", name, (*args, *self.varies(value)))
 
-    def _expandable(self, value: int, mode: str) -> Node | None:
-        if value in self.names and value not in self.g.constants:
-            return None
-        node = self.g.node_of(value)
-        if node is None or has_complex_numbers(self.g, node, value):
-            return None
-        prim = node.prim
-        if prim == "gather" and is_slice(node):
-            ok = bool(self.varies(node.ins[1]))
-        elif prim == "gather":
-            row = mode == FULL and self.g.dtype(value) == bool
-            ok = row or self.expand_all or value in self.inside
-        elif prim == "scan" and sliced(self.g, value, MOVING) is not None:
-            return node if self.has_operands(node) else None
-        elif mode == LAYOUT:
-            ok = (
-                prim in LAYOUT_PRIMITIVES
-                or prim in TRANSPARENT
-                or (
-                    prim in ("convert_element_type", "mul", "div", "neg", "add", "sub")
-                    and self._plain(node)
-                )
-            )
-        elif prim in STRUCTURAL or prim in ("scatter", "scatter-add"):
-            ok = self.expand_all or value in self.inside
-        elif prim in LOOPS:
-            counts = kind_of(self.g.dtype(value)) == "i"  # such as positions of blocks
-            if counts and mode == FULL and value not in self.inside:
-                return node
-            ok = value in self.inside
-        elif prim in ("cond", "dynamic_update_slice"):
-            ok = mode == FULL and value in self.inside
-        elif prim in ("dot_general",):
-            ok = self.expand_all or value in self.inside or is_local(node)
-        else:
-            ok = prim in LOCAL - EXTREMES
-        if ok and mode == FULL and self.whole_sides is not None:
-            ok = (
-                kind_of(self.g.dtype(value)) != "f"
-                or self.whole_sides(value)
-                or self.number(value) is not None
-            )
-        return node if ok and self.has_operands(node) else None
-
-    def has_operands(self, node: Node) -> bool:
-        """Whether what an equation reads is available where the replacement stands."""
-        return not self.usable or all(self._is_available(i) for i in node.ins)
-
-    def _is_available(self, value: int) -> bool:
-        """Whether a value is available, or expands into available values."""
-        if self.usable(value) or self.varies(value):
-            return True
-        if value not in self._expanded_values:
-            node = self.g.node_of(value)
-            self._expanded_values[value] = (
-                node is not None
-                and (value in self.inside or is_local(node))
-                and all(self._is_available(i) for i in node.ins)
-            )
-        return self._expanded_values[value]
-
-    def _plain(self, node: Node) -> bool:
-        """A lossless cast, a multiplication by a constant number, or zero added."""
-        if node.prim == "convert_element_type":
-            return is_lossless(self.g.dtype(node.ins[0]), self.g.dtype(node.outs[0]))
-        if kind_of(self.g.dtype(node.outs[0])) != "f":
-            return False
-        if node.prim == "neg":
-            return True
-        if node.prim in ("add", "sub"):
-            return adds_zero(node, self.number)
-        one, other = (self.number(i) for i in node.ins)
-        known = other if other is not None or node.prim == "div" else one
-        # A factor far from one may take the product out of the dtype's range.
-        return known is not None and MODERATE[0] <= abs(known) <= MODERATE[1]
-
     # ------------------------------------------------------------- numbers
     def _poly(self, value: int, args: tuple[Index, ...], mode: str) -> Poly:
         if value in self.given:
@@ -337,7 +246,7 @@ class Evaluator(Layout, LoopForms, Constants):
         if mode == FULL and (found := counted(self.g, value)) is not None:
             return self._affine(found, args)
         self.name_recomputed(value)
-        node = self._expandable(value, mode)
+        node = self.expandable(value, mode)
         if node is None:
             if value in self.g.constants and mode == FULL:
                 known = self._of_array("affine", value, affine_constant)
@@ -356,8 +265,12 @@ class Evaluator(Layout, LoopForms, Constants):
             return self.scanned(node, value, args, mode)
         if prim == "cond":
             return self.chosen(node, value, args)
-        rule = RULES.get(prim)
-        if prim in ("convert_element_type", "stop_gradient"):
+        return self._by_rule(node, value, args, mode)
+
+    def _by_rule(self, node: Node, value: int, args, mode: str) -> Poly:
+        """The form by the rule of a primitive; a leaf where the result may differ."""
+        rule = RULES.get(node.prim)
+        if node.prim in ("convert_element_type", "stop_gradient"):
             form = self._cast(node, value, args, mode)
         elif rule is None:
             return self.alg.of_atom(self.leaf(value, args))
@@ -463,7 +376,7 @@ class Evaluator(Layout, LoopForms, Constants):
         if value in self.loops.steps:
             whole, step = self.loops.steps[value]
             return self.flag(whole, (step, *args), mode)
-        node = self._expandable(value, mode)
+        node = self.expandable(value, mode)
         if node is None:
             return self.alg.literal(self.leaf(value, args))
         moved = self.moved(node, value, args)
@@ -477,9 +390,6 @@ class Evaluator(Layout, LoopForms, Constants):
             return self.alg.literal(self.leaf(value, args))
         return rule(self, node, args, mode)
 
-
-MODERATE = 2.0**-20, 2.0**20
-"""Between them, a factor moves from an operand of a contraction to its result."""
 
 OWN_NAMES = 4
 """The most values of the program remembered for one boolean function."""

@@ -91,18 +91,18 @@ def _pages(ev: Evaluator, node: Node, args: tuple[Index, ...]) -> int | None:
         return None
     (table,) = leaves
     wraps = _wraps(ev, wanted, table, pages)
-    _, name, along = alg.defs[source]
-    if wraps is None or along.count(page) != 1:
+    _, name, indices = alg.defs[source]
+    if wraps is None or indices.count(page) != 1:
         return None
-    if sum(page in alg.index_ids(a) for a in along) != 1:
+    if sum(page in alg.index_ids(a) for a in indices) != 1:
         return None
     fills = node.params["mode"] == GatherScatterMode.FILL_OR_DROP
     promises = node.params["mode"] == GatherScatterMode.PROMISE_IN_BOUNDS
-    where = along.index(page)
+    where = indices.index(page)
     _, numbered, rows = alg.defs[table]
     found = Pages(name, where, numbered, wraps, fills, promises)
     ev.leaf_values.add(found)
-    return alg.atom("leaf", found, (*along[:where], *along[where + 1 :], *rows))
+    return alg.atom("leaf", found, (*indices[:where], *indices[where + 1 :], *rows))
 
 
 def _axis(ev: Evaluator, node: Node) -> int | None:

@@ -21,17 +21,17 @@ class Ranges:
         for i, j in self._pairs(flag, mono, bound):
             n = self.sizes[j]
             whole = self.new_index(self.sizes[i] * n)
-            along = self._along_whole(flag, i, j, whole)
-            body = self._body(along, mono, {i: None, j: whole})
+            on_whole = self._bound_on_whole(flag, i, j, whole)
+            body = self._body(on_whole, mono, {i: None, j: whole})
             both = self.cat(i, j, n)
-            apart = self._along_whole(flag, i, j, both), mono
-            if len(body) == 1 and self.subst(body, {whole: both}) == {apart: 1.0}:
+            key = self._bound_on_whole(flag, i, j, both), mono
+            if len(body) == 1 and self.subst(body, {whole: both}) == {key: 1.0}:
                 (((flag, mono), c),) = body.items()
                 if c == 1.0:
                     return self.joined(flag, mono, bound - {i, j} | {whole})
         return flag, mono, bound
 
-    def _along_whole(self, flag: int, i: int, j: int, whole: Index) -> int:
+    def _bound_on_whole(self, flag: int, i: int, j: int, whole: Index) -> int:
         """A condition on i as one on i * n + j, as far as it bounds i.
 
         ``i <= x`` exactly if ``i * n + j <= x * n + n - 1``.

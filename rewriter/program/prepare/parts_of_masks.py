@@ -285,10 +285,10 @@ def formula_of(array: np.ndarray) -> Callable[[], jax.Array] | None:
         rows, columns, lower, upper = found
 
         def band() -> jax.Array:
-            apart = at(columns) - (0 if rows is None else at(rows))
+            distance = at(columns) - (0 if rows is None else at(rows))
             keep = jnp.full(shape, True)
-            keep = keep if lower is None else keep & (apart >= lower)
-            return keep if upper is None else keep & (apart <= upper)
+            keep = keep if lower is None else keep & (distance >= lower)
+            return keep if upper is None else keep & (distance <= upper)
 
         return band
     affine = affine_constant(array) if dtype == np.int32 and array.size > 1 else None

@@ -62,7 +62,7 @@ class Parts:
         at = self.axis + (self.how == STRIDED)
         return own[:at] + PART + own[at:]
 
-    def apart(self, whole: jax.Array) -> jax.Array:
+    def with_axis_of_parts(self, whole: jax.Array) -> jax.Array:
         """The whole with an axis of parts."""
         if self.how == STACKED:
             return whole
@@ -219,7 +219,7 @@ def _of_whole(
     named = [a for a in given if not _jax.is_literal(a)]
 
     def code(w: jax.Array, y: jax.Array, *more: jax.Array) -> list[jax.Array]:
-        w = found.parts.apart(w).astype(weights.aval.dtype)
+        w = found.parts.with_axis_of_parts(w).astype(weights.aval.dtype)
         known = iter(more)
         factors = []
         for t in found.terms:

@@ -21,16 +21,16 @@ COND = "cond"
 """The primitive that takes one of several branches, which may be named by platforms."""
 
 
-def settle(program: Any) -> Any:
+def take_branches(program: Any) -> Any:
     """Returns a program without choices that are the same on all targets.
 
     Args:
         program: The program, closed; it is returned itself without such choices.
     """
-    return map_bodies(program, _settled)
+    return map_bodies(program, _with_taken_branches)
 
 
-def _settled(body: Any) -> Any:
+def _with_taken_branches(body: Any) -> Any:
     """A body with the equations of the branches that are taken."""
     taken = {k: _taken(e) for k, e in enumerate(body.eqns) if e.primitive.name == COND}
     if not any(taken.values()):

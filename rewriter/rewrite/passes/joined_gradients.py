@@ -108,13 +108,13 @@ def _with_one_array(eqn: Any, end: Any, places: Mapping[str, Heads]) -> dict[int
     grads = {n: v.aval for n, v in outs.items()}
     array = _jax.new_var(joined_avals(grads, joined)[-1])
     kept = {k: x for k, x in params.items() if k not in ("batch", "summed")}
-    apart = [outs[n] for n in wrt if n not in places]
+    others = [outs[n] for n in wrt if n not in places]
     shape = tuple(end.outvars[0].aval.shape)
     return {
         id(eqn): eqn.replace(
             primitive=packed.backward_p,
             params={"parts": (), **kept, "joined": joined},
-            outvars=[*apart, array],
+            outvars=[*others, array],
         ),
         id(end): end.replace(
             primitive=lax.reshape_p,

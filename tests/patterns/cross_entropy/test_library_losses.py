@@ -482,12 +482,16 @@ def test_losses_of_libraries(name: str) -> None:
 def test_look_alikes(name: str) -> None:
     fn, args = OTHERS[name]
     forced = rewriter.optimize(fn, implementation=FORCED)
-    assert name in WITH_MORE or not counted(forced.report(*args))
+    found = counted(forced.report(*args))
+    assert name in WITH_MORE or found == ({GIVEN: 1} if name in OF_ARRAYS else {})
     check(jax.jit(jax.value_and_grad(forced, floats(args)))(*args), exact(fn, args))
 
 
 WITH_MORE = ("poly_loss", "focal", "two_labels")
 """They hold a loss, and read its logits once more."""
+
+OF_ARRAYS = ("rows_hide_classes", "noise_on_logits", "margin")
+"""They are losses of an array that they compute, and of no product with a matrix."""
 
 
 @pytest.mark.parametrize("name", ["focal", "two_labels"])
@@ -534,14 +538,7 @@ def test_a_temperature_is_no_factor_of_narrow_rows() -> None:
         tau = jax.ShapeDtypeStruct((), "float32")
         report = rewriter.explain(fn, implementation=FORCED)(x, w, tau)
         assert report.counts()[LINEAR] == sites
-    assert "too large for float16" in str(
-        rewriter.explain(fn)(
-            *(
-                jax.ShapeDtypeStruct(a.shape, d)
-                for a, d in zip(args, ("float16", "float16", "float32"), strict=True)
-            )
-        )
-    )
+        assert report.counts()[GIVEN] == 1 - sites
 
 
 def test_soft_targets_are_refused_with_the_reason() -> None:
