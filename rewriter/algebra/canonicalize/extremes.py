@@ -17,7 +17,7 @@ from rewriter.algebra.canonicalize.primitives import EXTREMES, TRANSPARENT, Need
 from rewriter.algebra.normal_form import TRUE, Monomial, Poly
 
 if TYPE_CHECKING:
-    from rewriter.algebra.canonicalize.evaluator import Evaluator
+    from rewriter.algebra.canonicalize import Evaluator
 
 
 def by_entries(ev: Evaluator, flag: int) -> int:
