@@ -35,14 +35,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 import transformers
 
 import rewriter
 from rewriter import _jax
 from rewriter.hardware import timing
 from tests.bench import in_turns, passes, record
+from tests.bench.model_programs import programs_of
 from tests.bench.other_models import OTHER_MODELS
 from tests.bench.public_models import MODELS, Batch, Model
 
@@ -83,35 +82,11 @@ def prepared(
     model: Model, small: bool, pool: ThreadPoolExecutor, only: Sequence[str] = PASSES
 ) -> Prepared:
     """Traces and lowers some of a model's passes, and has them compiled."""
-    config = getattr(transformers, f"{model.family}Config")(
-        **(model.small if small else model.sizes)
-    )
-    made = getattr(transformers, f"Flax{model.family}{model.head}")(
-        config, dtype=jnp.bfloat16, _do_init=False
-    )
-    batch = model.batch(config, small)
-    optimizer = optax.adamw(1e-4)
-
-    def initial(key: jax.Array) -> Any:
-        return made.to_bf16(made.init_weights(key, _input_shape(batch)))
-
-    def loss(weights: Any, given: Batch) -> jax.Array:
-        return model.loss(made(**given, params=weights), given)
-
-    def step(weights: Any, state: Any, given: Batch) -> Any:
-        value, grads = jax.value_and_grad(loss)(weights, given)
-        updates, state = optimizer.update(grads, state, weights)
-        return optax.apply_updates(weights, updates), state, value
-
-    def inference(weights: Any, given: Batch) -> jax.Array:
-        return made(**given, params=weights)[0]
-
-    weights = jax.eval_shape(initial, jax.random.key(0))
-    state = jax.eval_shape(optimizer.init, weights)
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    made = programs_of(model, small)
+    batch, weights, given = made.batch, made.weights, made.given
     functions = {
-        "inference": (inference, (weights, given)),
-        "step": (step, (weights, state, given)),
+        "inference": (made.inference, (weights, given)),
+        "step": (made.step, (weights, made.state, given)),
     }
     programs, reports, seconds = {}, {}, {}
     for what in only:
@@ -127,25 +102,14 @@ def prepared(
 
     @functools.cache
     def drawn() -> Any:
-        return jax.jit(initial)(jax.random.key(0))
+        return jax.jit(made.initial)(jax.random.key(0))
 
     def draw(what: str) -> tuple[Any, ...]:
         if what == "inference":
             return drawn(), batch
-        return drawn(), jax.jit(optimizer.init)(drawn()), batch
+        return drawn(), jax.jit(made.optimizer.init)(drawn()), batch
 
     return Prepared(model, count, programs, reports, seconds, draw, batch)
-
-
-def _input_shape(batch: Batch) -> Any:
-    """The shape that the library makes weights for: of one row, images channels last.
-
-    Models of images and texts want both.
-    """
-    images = [x.shape for x in batch.values() if x.ndim == 4]
-    others = [(1, *x.shape[1:]) for x in batch.values() if x.ndim < 4]
-    last = [(1, *shape[2:], shape[1]) for shape in images]
-    return (others[0], last[0]) if others and last else (others + last)[0]
 
 
 def _compiled(lowered: Any) -> tuple[Any, float]:

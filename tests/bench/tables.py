@@ -587,6 +587,16 @@ def rewriting_costs_of_few_layers() -> str:
     return table(("program", *head), rows)
 
 
+def first_step() -> str:
+    """Seconds until the training steps of public models are lowered."""
+    data = json.loads(record.named("first_step").read_text())
+    each = ("model", "written_s", "rewritten_s", "kernels")
+    rows = [tuple(row[name] for name in each) for row in data["rows"]]
+    head = ("model", "`jax.jit`", "`rewriter.optimize`", "kernels of Pallas")
+    note = f"`{data['command']}` measures them ({data['machine']}, {data['date']})."
+    return f"{table(head, rows)}\n\n{note}"
+
+
 def structure() -> str:
     """The counts of the package before its folders, and now."""
     data = json.loads(record.named("structure").read_text())
@@ -747,6 +757,7 @@ def public_suites() -> str:
 TABLES = {
     "rewriting_costs": rewriting_costs,
     "rewriting_costs_of_few_layers": rewriting_costs_of_few_layers,
+    "first_step": first_step,
     "structure": structure,
     "running": running,
     "public_suites": public_suites,

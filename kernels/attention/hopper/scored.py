@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from rewriter.kernels.attention import hopper, xla
 from rewriter.kernels.attention.empty_rows import PASSES
 from rewriter.kernels.attention.estimate import of_xla
+from rewriter.kernels.attention.hopper import short
 from rewriter.kernels.attention.hopper.backward_config import (
     first_fitting_backward,
     fits_backward_widths,
@@ -60,6 +61,12 @@ With 8 x 4096 x 16 heads of 128, measured on an H100 | modelled for it; millisec
     softplus                    3.1  3.7      18.8  16.4
     T5's buckets, capped        3.6  4.0      14.0  14.4
 """
+
+IN_TILES = 2.5
+"""How much longer up to 64 queries and keys take than `time_model` says of the kernels
+that compute a head at once: these apply no function. In tiles, windows of 49 positions
+took 369 µs on an H200, and 88 a head at once
+(``tests/bench/results/choices_small_h200.json``)."""
 
 
 def supports(spec: Spec) -> Verdict:
@@ -191,6 +198,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """
     plain = as_attention(spec)
     own = of_attention(plain, device, passes)["hopper"]
+    own *= IN_TILES if short.takes(plain).ok else 1.0
     function = _function(spec)
     if function is not None and math.isfinite(own):
         both = passes != "forward"

@@ -39,8 +39,12 @@ MIB = 1 << 20
 SMALLEST, SMALLEST_SHORT, SMALLEST_TABLE = 1 << 19, 3 << 16, 12 << 20
 """The fewest bytes of float32 scores that pay, of more queries than decoding has: of
 any use, of up to 64 queries and keys, and with the gradient of a bias of pairs. XLA
-took 1.3 times as long for 1 x 128 x 12 heads, and 4 times for 8 x 80 x 16 heads
+took 4 times as long for 8 x 80 x 16 heads
 (``tests/bench/results/choices_small_h200.json``, ``choices_few_scores_h200.json``)."""
+
+SMALLEST_ONE, SMALLEST_LENGTHS = 4 << 20, 1 << 20
+"""The same of a single entry, without and with lengths. XLA takes three kernels for it,
+and seven for several: 6.7 of our 7.1 µs for 256 x 12 heads."""
 
 OWN = {"forward": 1.03, "forward_and_vjp": 0.98}
 OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
@@ -97,6 +101,8 @@ def _smallest(spec: Spec, passes: str) -> int:
     """Returns the fewest bytes of scores that pay."""
     if passes != "forward" and spec.has("bias") and 1 not in spec.shape("bias")[2:]:
         return SMALLEST_TABLE
+    if spec.shape("q")[0] == 1:
+        return SMALLEST_LENGTHS if spec.has("kv_lengths") else SMALLEST_ONE
     return SMALLEST_SHORT if short.takes(spec).ok else SMALLEST
 
 

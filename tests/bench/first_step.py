@@ -1,0 +1,100 @@
+"""How long a host takes until a public model's training step is lowered for an H200.
+
+  python3 -m tests.bench.first_step [--only NAMES] [--json PATH]
+
+No GPU is needed. Processor seconds of tracing, rewriting and lowering, with the first
+imports of kernels, each in a process of its own: as written by `jax.export`, and
+rewritten by `rewriter.export`. XLA's compiler comes after that, and is not counted.
+Kernels are those of Pallas in the lowered program: each takes JAX some 0.4 s.
+
+Needs flax, optax and transformers before 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.bench import record
+
+COMMAND = "python3 -m tests.bench.first_step"
+WAYS = ("written", "rewritten")
+TARGET = "NVIDIA H200"
+
+
+def step_of(name: str) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns a training step of flat arguments, and their shapes."""
+    import jax
+
+    from tests.bench.model_programs import programs_of
+    from tests.bench.other_models import OTHER_MODELS
+    from tests.bench.public_models import MODELS
+
+    (model,) = (m for m in (*MODELS, *OTHER_MODELS) if m.family == name)
+    made = programs_of(model)
+    args = made.weights, made.state, made.given
+    leaves, tree = jax.tree.flatten(args)
+    flat = lambda *x: jax.tree.leaves(made.step(*jax.tree.unflatten(tree, x)))
+    return flat, leaves
+
+
+def lowered(name: str, way: str) -> dict[str, Any]:
+    """Lowers one program in this process, for which nothing was traced before."""
+    import jax
+
+    import rewriter
+
+    step, leaves = step_of(name)
+    start = time.process_time()
+    if way == "written":
+        jax.export.export(jax.jit(step), platforms=["cuda"])(*leaves)
+        return {"s": time.process_time() - start}
+    export = rewriter.export(
+        step, platforms=("cuda",), targets={"cuda": TARGET}, vjp_order=0
+    )
+    artifact = export(*leaves)
+    seconds = time.process_time() - start
+    kernels = artifact.exported.mlir_module().count("stablehlo.custom_call @mosaic_gpu")
+    return {"s": seconds, "kernels": kernels}
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Returns a row: seconds of both programs, and kernels of the rewritten one."""
+    row: dict[str, Any] = {"model": name}
+    for way in WAYS:
+        command = [sys.executable, "-m", "tests.bench.first_step", "--one", name, way]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = json.loads(ran.stdout.splitlines()[-1])
+        row[f"{way}_s"] = round(found["s"], 2)
+    row["times"] = round(row["rewritten_s"] / row["written_s"], 1)
+    return row | {"kernels": found["kernels"]}
+
+
+def main() -> None:
+    """Prints a row for each model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="GPT2,Bert,ViT,OPT")
+    parser.add_argument("--one", nargs=2)
+    parser.add_argument("--json", type=pathlib.Path)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(lowered(*given.one)))
+        return
+    rows = []
+    for name in given.only.split(","):
+        rows.append(measured(name))
+        print(json.dumps(rows[-1]), flush=True)
+    if given.json:
+        machine = f"{platform.machine()}, beside other work"
+        record.write(given.json, COMMAND, target=TARGET, machine=machine, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
