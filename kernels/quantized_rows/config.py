@@ -87,13 +87,13 @@ def likely(rows: Rows, processors: int = PROCESSORS) -> list[Teams]:
         >>> from rewriter.ops.row_program import FULL, RowProgram
         >>> program = RowProgram(((FULL, "bfloat16"),), (), ())
         >>> likely(Rows(program, 8192, 4096))[0]
-        Teams(rows=1, warpgroups=1, teams=4, stages=3, programs=132, tiled=False)
+        Teams(rows=1, warpgroups=1, teams=4, stages=2, programs=132, tiled=False)
     """
     made = []
     able = [w for w in (1, 2, 4, 8) if rows.d % (w * LANES) == 0]
     enough = [w for w in able if rows.d <= w * LANES * NUMBERS] or able[-1:]
     for warpgroups in enough:
         for teams in range(max(1, FOUR // warpgroups), 0, -1):
-            for stages in (3, 2):
+            for stages in (2, 3):
                 made.append(Teams(1, warpgroups, teams, stages, processors))
     return [c for c in made if fits(c, rows)]

@@ -31,6 +31,7 @@ from rewriter.ops.row_program import (
     Input,
     Number,
     Place,
+    Result,
     RowProgram,
     Step,
 )
@@ -240,11 +241,17 @@ class _Values:
             if program.kind(place) != FULL:
                 continue
             target = out.at[self.index, self.team.columns(chunk)]
-            value = self.value(place, chunk)
             if program.dtype(place) in FLOATS:
-                pallas_gpu_rows.store(target, value.astype(out.dtype))
-            else:
-                pallas_gpu_rows.store_in_eight_bits(target, value)
+                value = self.value(place, chunk).astype(out.dtype)
+                pallas_gpu_rows.store(target, value)
+                continue
+            step = program.steps[place.index]
+            if step.dtype != "int8":
+                pallas_gpu_rows.store_floats(target, self.value(place, chunk))
+                continue
+            first, nearest, ends = whole(program, step)
+            value = self.value(first, chunk)
+            pallas_gpu_rows.store_integers(target, value, nearest, ends)
 
     def write_numbers(self) -> None:
         """Writes the results that are a number of the row."""
@@ -259,6 +266,48 @@ class _Values:
         def _() -> None:
             for out, value in numbers:
                 pallas_gpu_rows.store_number(out.at[pl.ds(self.index, 1)], value)
+
+
+def whole(program: RowProgram, step: Step) -> tuple[Place, bool, tuple[int, int]]:
+    """Returns how a conversion to int8 is computed, with steps in front of it.
+
+    The conversion itself rounds to the nearest, and stops at ends: so it does what
+    a rounding and limits in front of it do.
+
+    Args:
+        program: The program.
+        step: The conversion.
+
+    Returns:
+        The numbers, whether they are rounded to the nearest, and both ends.
+    """
+    place, low, high = step.ins[0], -128, 127
+    while isinstance(place, Result):
+        before = program.steps[place.index]
+        if before.name == "round" and low <= 0 <= high:  # NaN becomes 0
+            return before.ins[0], True, (low, high)
+        limited = _limited(before)
+        if limited is None:
+            break
+        place, least, most = limited
+        low, high = max(low, least), min(high, most)
+    return step.ins[0], False, (-128, 127)
+
+
+def _limited(step: Step) -> tuple[Place, int, int] | None:
+    """What a step limits by numbers, and both ends as int8; None if it does not."""
+    names = {"max": ("low", "x"), "min": ("high", "x"), "clamp": ("low", "x", "high")}
+    orders = [names.get(step.name, ()), names.get(step.name, ())[::-1]]
+    for order in orders[: 1 + (step.name != "clamp")]:
+        given = dict(zip(order, step.ins, strict=True)) if order else {}
+        place = given.pop("x", None)
+        known = {n: x.value for n, x in given.items() if isinstance(x, Number)}
+        if place is None or isinstance(place, Number) or len(known) < len(given):
+            continue
+        ends = {n: max(-128.0, min(127.0, x)) for n, x in known.items() if x == x}
+        if len(ends) == len(known):
+            return place, int(ends.get("low", -128)), int(ends.get("high", 127))
+    return None
 
 
 def _rounded(x: Any, dtype: str) -> Any:

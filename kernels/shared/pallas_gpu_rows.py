@@ -160,43 +160,66 @@ def _of_each(text: str, x: Array) -> Array:
     return emit(x)
 
 
-EIGHT_BITS = {
-    "int8": (
-        "{ .reg .s32 a; cvt.rzi.s32.f32 a, $1;"
-        " min.s32 a, a, 127; max.s32 $0, a, -128; }"
-    ),
-    "float8_e4m3fn": (
-        "{ .reg .b16 n; cvt.rn.satfinite.e4m3x2.f32 n, 0f00000000, $1;"
-        " cvt.u32.u16 $0, n; }"
-    ),
-    "float8_e5m2": (
-        "{ .reg .b16 n; cvt.rn.satfinite.e5m2x2.f32 n, 0f00000000, $1;"
-        " cvt.u32.u16 $0, n; }"
-    ),
-}
-"""Instructions from a float32 to a number of 8 bits, in 32.
+TO_FLOATS = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
+"""Pairs of 8-bit floats, as conversions name them.
 
-XLA's conversions to int8 go towards 0 and stop at its ends. Those to 8-bit floats round
-to the nearest. On this GPU they stop at the largest number, too, where other platforms
-give NaN or infinity.
-"""
+On this GPU XLA's conversions stop at the largest number, as these do. On other
+platforms larger numbers give NaN or infinity."""
 
 
-def store_in_eight_bits(reference: Any, value: Array) -> None:
-    """Writes float32 [width] to memory in 8 bits, converted as XLA does."""
-    text = EIGHT_BITS[jnp.dtype(reference.dtype).name]
+def store_floats(reference: Any, value: Array) -> None:
+    """Writes float32 [width] to memory of 8-bit floats, rounded to the nearest."""
+    name = TO_FLOATS[jnp.dtype(reference.dtype).name]
+    text = (
+        f"{{ .reg .b16 n; cvt.rn.satfinite.{name}.f32 n, $2, $1; cvt.u32.u16 $0, n; }}"
+    )
+
+    def converted(numbers: Sequence[ir.Value]) -> list[ir.Value]:
+        made = []
+        for i in range(0, len(numbers), 2):
+            pair = [numbers[i], numbers[min(i + 1, len(numbers) - 1)]]
+            both = llvm.inline_asm(_i32(), pair, text, "=r,f,f")
+            made += [both, arith.shrui(both, _integer(8))]
+        return made[: len(numbers)]
+
+    _store_bytes(reference, value, converted)
+
+
+def store_integers(
+    reference: Any, value: Array, nearest: bool, ends: tuple[int, int] = (-128, 127)
+) -> None:
+    """Writes float32 [width] to memory of int8; NaN as 0.
+
+    Args:
+        reference: The memory.
+        value: The numbers.
+        nearest: Whether they are rounded to the nearest whole ones, halves to even
+            ones, and not towards 0.
+        ends: The least and the largest that are written.
+    """
+    text = (
+        f"{{ .reg .s32 a; cvt.{'rni' if nearest else 'rzi'}.s32.f32 a, $1;"
+        f" min.s32 a, a, {ends[1]}; max.s32 $0, a, {ends[0]}; }}"
+    )
+    one = lambda x: llvm.inline_asm(_i32(), [x], text, "=r,f")
+    _store_bytes(reference, value, lambda numbers: [one(x) for x in numbers])
+
+
+def _store_bytes(
+    reference: Any,
+    value: Array,
+    converted: Callable[[Sequence[ir.Value]], Sequence[ir.Value]],
+) -> None:
+    """Writes the low bytes of what a lane's numbers are converted to."""
 
     @plgpu.inline_mgpu(arg_types=(spread(value.shape[0]), plgpu.RefType()))
     def emit(context: Any, value: Any, target: ir.Value) -> None:
         del context
         (register,) = value.registers.flat
-        count = ir.VectorType(register.type).shape[0]
-        i32, byte = (ir.IntegerType.get_signless(n) for n in (32, 8))
+        count, byte = ir.VectorType(register.type).shape[0], _byte()
         made = llvm.mlir_undef(ir.VectorType.get((count,), byte))
-        for i in range(count):
-            given = [_element(register, i)]
-            number = llvm.inline_asm(i32, given, text, "=r,f")
-            made = llvm.insertelement(made, arith.trunci(byte, number), _integer(i))
+        for i, x in enumerate(converted([_element(register, i) for i in range(count)])):
+            made = llvm.insertelement(made, arith.trunci(byte, x), _integer(i))
         start = utils.memref_ptr(target)
         start = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), start)
         lane = arith.andi(_thread(), _integer(LANES - 1))
@@ -393,6 +416,14 @@ def _by_number(one: Callable[[Any], Any], register: ir.Value) -> ir.Value:
 def _of_scalar(text: str, value: ir.Value) -> ir.Value:
     """What an instruction from float32 to float32 gives."""
     return llvm.inline_asm(ir.F32Type.get(), [value], text, "=f,f")
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _byte() -> ir.Type:
+    return ir.IntegerType.get_signless(8)
 
 
 def _thread() -> ir.Value:

@@ -75,9 +75,9 @@ class Region:
         return math.prod(self.lead)
 
 
-def seeds(body: Equations) -> list[int]:
+def seeds(eqns: Sequence[Any]) -> list[int]:
     """Returns the positions of equations that store rows in 8 bits."""
-    return [i for i, eqn in enumerate(body.eqns) if eqn is not None and _stores(eqn)]
+    return [i for i, eqn in enumerate(eqns) if _stores(eqn)]
 
 
 def _stores(eqn: Any) -> bool:

@@ -163,10 +163,12 @@ def forward(
     group = n // heads
     rows, queries = t * group, -(-t * group // 8) * 8
     config = config or Tiles()
+    word = 8 if "int4" in k.dtype.name else 4
+    reorders = config.reorders and t == 1
     given: dict[str, Any] = {
-        "q": alternating(
-            _by_pair(q, heads, queries), 8 if "int4" in k.dtype.name else 4
-        )
+        "q": q.reshape(b * heads, group, -1)
+        if reorders
+        else alternating(_by_pair(q, heads, queries), word)
     }
     axes = "pkzh" if {"k", "v"} <= set(swapped) else "pzkh"
     for name, x in (("k", k), ("v", v)):
@@ -200,7 +202,7 @@ def forward(
     p = Problem(
         heads, rows, scale, empty_rows in ZERO, axes, uses["k"], uses["v"],
         tuple(factors), tuple(beside), jnp.dtype(out).name, config,
-        empty_rows in AVERAGED,
+        empty_rows in AVERAGED, word if reorders else 0,
     )  # fmt: skip
     made = attention(p, given).reshape(b, heads, t, group, e)
     return made.transpose(0, 2, 1, 3, 4).reshape(b, t, n, e)

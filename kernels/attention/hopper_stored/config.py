@@ -39,6 +39,8 @@ class Tiles:
         splits: Blocks of threads of a cluster, which share a key head's queries.
         parts: Clusters that share them. Their results are merged by XLA.
         keys: Keys of a block, 64 or 128.
+        reorders: Whether the kernel puts queries into the order of widened keys itself,
+            where there is one for each head. Else a kernel of XLA does before.
     """
 
     stages: int = 4
@@ -46,6 +48,7 @@ class Tiles:
     splits: int = 1
     parts: int = 1
     keys: int = KEYS
+    reorders: bool = False
 
     def shared_memory(self, spec: Spec) -> int:
         """Bytes of shared memory of a use."""
@@ -91,7 +94,7 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
         {"keys": KEYS}, {"keys": KEYS, "turns": 4, "stages": 8},
         {"splits": 1, "parts": 1}, {"parts": 2 * own.parts}, {"splits": 2},
         {"turns": 4}, {"splits": 1, "parts": own.splits * own.parts},
-        {"keys": KEYS, "parts": 2 * own.parts},
+        {"reorders": not own.reorders},
     ):  # fmt: skip
         found.append(with_stages(replace(own, **change), spec))
     return list(dict.fromkeys(found))

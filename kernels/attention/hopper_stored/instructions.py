@@ -133,6 +133,66 @@ def store_weights(x: Any, place: Any) -> None:
     run(x, place)
 
 
+def store_queries(source: Any, place: Any, first: int, word: int) -> None:
+    """Stores 64 columns of queries where tensor cores read them.
+
+    Columns are in the order of `few_rows.kernel.alternating`: of ``4 word`` of them,
+    those that are ``word / 2`` apart follow each other. Rows that there are not are 0.
+
+    Args:
+        source: Global memory [rows, columns], 16 bits.
+        place: Shared memory [queries, 64], 16 bits, `pallas_gpu.tiles`.
+        first: The first of the columns.
+        word: The numbers of a word of keys.
+    """
+    rows, wide = source.shape
+    queries, step = place.shape[0], word // 2
+    kind = plgpu.RefType(pallas_gpu.transforms(place.dtype))
+    half = [f"h{j}" for j in range(8)]
+    loads = " ".join(
+        f"mov.b16 {x}, 0; @some ld.global.nc.b16 {x}, [g+{2 * (first + step * j)}];"
+        for j, x in enumerate(half)
+    )
+    words = " ".join(
+        f"mov.b32 w{i}, {{{half[2 * i]}, {half[2 * i + 1]}}};" for i in range(4)
+    )
+    text = (
+        "{ .reg .pred some, mine; .reg .b32 row, piece, x, y; .reg .b64 g;\n"
+        ".reg .b16 h<8>; .reg .b32 w<4>;\n"
+        "shr.u32 row, $0, 3; and.b32 piece, $0, 7;\n"
+        f"setp.lt.u32 some, row, {rows}; setp.lt.u32 mine, row, {queries};\n"
+        f"div.u32 x, piece, {step}; mul.lo.u32 x, x, {8 * step};\n"
+        f"rem.u32 y, piece, {step}; add.u32 x, x, y;\n"
+        f"mad.wide.u32 g, row, {2 * wide}, $1; mad.wide.u32 g, x, 2, g;\n"
+        f"{loads}\n{words}\n"
+        "and.b32 y, row, 7; xor.b32 y, y, piece; shl.b32 y, y, 4;\n"
+        "mad.lo.u32 y, row, 128, y; add.u32 y, y, $2;\n"
+        "@mine st.shared.v4.b32 [y], {w0, w1, w2, w3}; }"
+    )
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), kind))
+    def run(context: Any, source: Any, place: Any) -> None:
+        del context
+        thread = emit("mov.u32 $0, %tid.x;", [], effects=True)
+        for turn in range(0, 8 * queries, 128):
+            own = emit(f"{{ and.b32 $0, $1, 127; add.u32 $0, $0, {turn}; }}", [thread])
+            given = [own, pointer(source), address(place)]
+            _do(text, given, "r,l,r,~{memory}")
+
+    run(source, place)
+
+
+def meet_warpgroup() -> None:
+    """Waits until all threads of a warpgroup are here."""
+
+    @plgpu.inline_mgpu()
+    def run(context: Any) -> None:
+        del context
+        mgpu.warpgroup_barrier()
+
+    run()
+
+
 def store_columns(x: Any, place: Any) -> None:
     """Stores the first row.
 

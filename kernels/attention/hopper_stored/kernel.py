@@ -58,6 +58,7 @@ class Problem:
         dtype: The result's dtype.
         config: The tiles.
         averaged: Whether a query without keys counts all of them the same.
+        word: The numbers of a word of keys, if queries are put into their order.
     """
 
     heads: int
@@ -72,6 +73,7 @@ class Problem:
     dtype: str
     config: Tiles
     averaged: bool = False
+    word: int = 0
 
 
 def attention(p: Problem, named: dict[str, Array]) -> Array:
@@ -79,8 +81,8 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
 
     Args:
         p: The problem.
-        named: ``q`` [b * heads, queries, h], with queries in eights. ``k`` and ``v``
-            are laid out by `Problem.axes`. ``k_scale`` and ``v_scale`` are
+        named: ``q`` [b * heads, queries, h], in eights unless `Problem.word`. ``k`` and
+            ``v`` are laid out by `Problem.axes`. ``k_scale`` and ``v_scale`` are
             [b * heads, s], if present, or [b, s, heads] if `Problem.beside` has them.
             ``lengths`` are int32 [b], where all queries of a sequence see as many keys.
             Elsewhere there are ``limits``, int32 [b, 3 queries + 2]: for each query the
@@ -88,6 +90,7 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
             follow the first block of keys, and the one behind the last.
     """
     pairs, queries, h = named["q"].shape
+    queries = -(-queries // 8) * 8
     e, config = named["v"].shape[3], p.config
     stages = config.stages
     wide = {"k": h, "v": e}
@@ -99,7 +102,7 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
         "reduced": plgpu.SMEM((config.turns, 2, 4, queries), jnp.float32),
         "partial": plgpu.SMEM((config.turns, queries, e), jnp.float32),
         "stats": plgpu.SMEM((config.turns, 2, queries), jnp.float32),
-        "q_ready": pallas_gpu.barriers(1, h // CHUNK),
+        "q_ready": pallas_gpu.barriers(1, 1 if p.word else h // CHUNK),
     }
     for x in "kv":
         own = f"{x}_scale"
@@ -213,7 +216,15 @@ class _Block:
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
         x, keys = self.x, self.p.config.keys
-        for i in range(x["q_tiles"].shape[0]):
+        if self.p.word:
+            source = self.given["q"].at[self.pair]
+            for i in range(x["q_tiles"].shape[0]):
+                tile = x["q_tiles"].at[i]
+                instructions.store_queries(source, tile, CHUNK * i, self.p.word)
+            plgpu.commit_smem()
+            instructions.meet_warpgroup()
+            plgpu.barrier_arrive(x["q_ready"].at[0])
+        for i in range(0 if self.p.word else x["q_tiles"].shape[0]):
             plgpu.copy_gmem_to_smem(
                 self.given["q"].at[self.pair, :, pl.ds(CHUNK * i, CHUNK)],
                 x["q_tiles"].at[i], x["q_ready"].at[0],

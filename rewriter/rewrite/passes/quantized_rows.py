@@ -45,6 +45,8 @@ def _changed(body: Any, device: Device) -> Changed:
     """Computes norms and the rows in 8 bits made of them in one pass over memory."""
     found: list[Change] = []
     done: set[Any] = set()
+    if not seeds(body.eqns):
+        return body, found
     while True:
         step = _one(body, device, done)
         if step is None:
@@ -56,7 +58,7 @@ def _changed(body: Any, device: Device) -> Changed:
 def _one(body: Any, device: Device, done: set[Any]) -> tuple[Any, Change] | None:
     """A body with one more region replaced; None if there is no other."""
     equations = Equations(body)
-    for seed in seeds(equations):
+    for seed in seeds(equations.eqns):
         eqn = equations.eqns[seed]
         if eqn.outvars[0] in done:
             continue

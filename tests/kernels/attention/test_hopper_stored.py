@@ -88,7 +88,8 @@ def test_configs(b: int) -> None:
 def test_lowers_on_a_cpu(widen: str, t: int, stored: str) -> None:
     scale = "bfloat16" if widen == NARROW else "float32"
     given = make(t=t, scale=scale, stored=stored)
-    how = {"widen_k": widen, "widen_v": widen, "config": Tiles(4, 2, 2, keys=128)}
+    config = Tiles(4, 2, 2, 1, 128, t == 1)
+    how = {"widen_k": widen, "widen_v": widen, "config": config}
     call = jax.jit(lambda x: KERNEL.forward(**x, **how))
     exported = jax.export.export(call, platforms=["cuda"])(given)
     text = exported.mlir_module()
@@ -100,6 +101,7 @@ def test_lowers_on_a_cpu(widen: str, t: int, stored: str) -> None:
 # ------------------------------------------------------------------------- on a GPU
 CONFIGS = [
     None, Tiles(2, 2), Tiles(6, 2, 3), Tiles(4, 2, 2, 3), Tiles(4, 2, 1, 2, keys=128),
+    Tiles(4, 2, 1, 2, 128, True),
 ]  # fmt: skip
 LENGTHS = np.array([300, 77], "int32")
 USES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -149,6 +151,8 @@ SIMULATED = [
     *[(name, widen, Tiles(4, 2, 1, 2, keys=128)) for name in USES
       for widen in (BEHIND, ONCE)],
     ("scales of eight heads", BEHIND, Tiles(2, 2)),
+    *[(name, BEHIND, Tiles(4, 2, 1, 2, 128, True)) for name in
+      ("lengths", "int4", "heads of 64", "scales of eight heads", "causal")],
 ]  # fmt: skip
 
 

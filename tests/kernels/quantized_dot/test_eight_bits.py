@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.kernels.quantized_dot import OP, eight_bits
+from rewriter.kernels.quantized_dot import OP, eight_bits, eight_bits_estimate
 from rewriter.kernels.quantized_dot.eight_bits import FEW, KERNEL, MIXED, Tiles
 from rewriter.kernels.quantized_dot.reference import computed
 from rewriter.kernels.shared.rounding import behind_in_float32
@@ -115,14 +115,15 @@ def test_supports() -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("m", [1, 64, 256, 8192])
-@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize("precision", [None, "highest", eight_bits_estimate.FAST])
 def test_configs(m: int, precision: str | None) -> None:
     sizes = (("x", (m, 4096)), ("w", (14336, 4096)))
     case = FP8(behind="", precision=precision)
     use = dataclasses.replace(case.spec(), shapes=sizes)
     found, _ = worth_measuring(KERNEL.space, use, HERE, 24)
     assert eight_bits.default(use, HERE) in found
-    assert all(0 < c.promoted <= (1 if precision else 2) for c in found)
+    most = {None: 2, "highest": 1}.get(precision, 0)
+    assert all(min(most, 1) <= c.promoted <= most for c in found)
     assert not eight_bits.fits(Tiles(splits=5), use, HERE).ok
 
 

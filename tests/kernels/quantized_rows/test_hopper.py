@@ -17,6 +17,7 @@ import rewriter
 from rewriter.kernels.norms.hopper_config import Teams
 from rewriter.kernels.quantized_rows import hopper, hopper_kernel
 from rewriter.ops import device
+from rewriter.ops.row_program import Input, Number, Result, RowProgram, Step
 from rewriter.rewrite.passes import quantized_rows
 from rewriter.site.row_site import rows_p
 from tests.support.kernels import simulator
@@ -287,6 +288,35 @@ def test_rows_that_are_not_finite(quantized: Any) -> None:
             if value and got.ndim == 1:
                 assert np.isnan(got[[5, 9]]).all()
     check(run, (x.at[5].set(0), scale, addend))
+
+
+def test_limits_are_those_of_the_conversion() -> None:
+    """Roundings and limits in front of a conversion to int8, in every order."""
+    x = Input(0)
+    step = lambda name, *ins: Step(name, ins, "full", "float32")
+    number = lambda value: Number(value, "float32")
+
+    def found(*steps: Step) -> Any:
+        last = Step("convert_element_type", (Result(len(steps) - 1),), "full", "int8")
+        program = RowProgram((("full", "float32"),), (*steps, last), (Result(0),))
+        return hopper_kernel.whole(program, last)
+
+    rounded, one, two = step("round", x), Result(0), Result(1)
+    low, high = number(-127.0), number(127.5)
+    both = step("max", low, one), step("min", high, two)
+    assert found(rounded, *both) == (x, True, (-127, 127))
+    assert found(rounded, step("clamp", low, one, high)) == (x, True, (-127, 127))
+    assert found(rounded, step("min", one, high)) == (x, True, (-128, 127))
+    assert found(rounded) == (x, True, (-128, 127))
+    for steps in (
+        (step("max", low, x),),  # towards 0
+        (rounded, step("max", number(3.0), one)),  # NaN is 0, and not 3
+        (rounded, step("max", number(np.nan), one)),
+        (rounded, step("max", x, one)),
+        (rounded, step("clamp", one, low, high)),
+        (rounded, step("add", low, one)),
+    ):
+        assert found(*steps) == (Result(len(steps) - 1), False, (-128, 127))
 
 
 # ------------------------------------------------------------- what stays as written

@@ -333,6 +333,14 @@ def simulated_stored_attention() -> Iterator[None]:
         del use
         partial[...] = np.concatenate(sums).T
 
+    def store_queries(
+        source: machine.Reference, place: machine.Reference, first: int, word: int
+    ) -> None:
+        rows = np.zeros((place.shape[0], source.shape[1]), place.dtype)
+        rows[: source.shape[0]] = source.view()
+        turned = few_rows.alternating(jax.numpy.asarray(rows), word)
+        place[...] = np.asarray(turned)[:, first : first + place.shape[1]]
+
     with _replaced((stored_attention, pallas), pallas_gpu) as patch:
         _replace_shims(patch)
         patch.setattr(pallas_gpu, "zeros", lambda shape: np.zeros(shape, np.float32))
@@ -350,6 +358,8 @@ def simulated_stored_attention() -> Iterator[None]:
             own, "store_columns", lambda x, place: place.__setitem__(..., x[0])
         )
         patch.setattr(own, "combine", combine)
+        patch.setattr(own, "store_queries", store_queries)
+        patch.setattr(own, "meet_warpgroup", lambda: None)
         yield
 
 
@@ -404,5 +414,6 @@ def _replace_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pallas_gpu_rows, "nearest_whole", np.rint)
     patch.setattr(pallas_gpu_rows, "floor", np.floor)
     patch.setattr(pallas_gpu_rows, "square_root", np.sqrt)
-    patch.setattr(pallas_gpu_rows, "store_in_eight_bits", stand_ins.write_eight_bits)
+    patch.setattr(pallas_gpu_rows, "store_floats", stand_ins.write_floats)
+    patch.setattr(pallas_gpu_rows, "store_integers", stand_ins.write_integers)
     patch.setattr(pallas_gpu_rows, "store_number", stand_ins.write_number)

@@ -92,14 +92,19 @@ def write(reference: machine.Reference, value: np.ndarray) -> None:
     reference[...] = value
 
 
-def write_eight_bits(reference: machine.Reference, value: np.ndarray) -> None:
+def write_floats(reference: machine.Reference, value: np.ndarray) -> None:
     assert value.dtype == np.float32
-    if reference.dtype == np.int8:
-        value = np.trunc(np.clip(np.nan_to_num(value, nan=0.0), -128, 127))
-    else:
-        most = np.float32(ml_dtypes.finfo(reference.dtype).max)
-        value = np.clip(value, -most, most)
-    reference[...] = value.astype(reference.dtype)
+    most = np.float32(ml_dtypes.finfo(reference.dtype).max)
+    reference[...] = np.clip(value, -most, most).astype(reference.dtype)
+
+
+def write_integers(
+    reference: machine.Reference, value: np.ndarray, nearest: bool,
+    ends: tuple[int, int] = (-128, 127),
+) -> None:  # fmt: skip
+    assert value.dtype == np.float32
+    value = (np.rint if nearest else np.trunc)(np.nan_to_num(value, nan=0.0))
+    reference[...] = np.clip(value, *ends).astype(np.int8)
 
 
 def write_number(reference: machine.Reference, value: Any) -> None:
