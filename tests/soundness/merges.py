@@ -27,7 +27,7 @@ ODD_TOGETHER = (
 SHARES = (
     "jnp.exp({x} - {m})",
     "jnp.exp({x} - {m})",
-    "jnp.exp2(({x} - {m}) * 1.442695)",
+    "jnp.exp2(({x} - {m}) * 1.4426950408889634)",
 )
 QUOTIENTS = ("{o} / {t}", "{o} / {t}", "{o} * (1.0 / {t})")
 ODD_QUOTIENTS = (
