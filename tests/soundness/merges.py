@@ -24,11 +24,10 @@ TOGETHER = (
 ODD_TOGETHER = (
     "jnp.stack([{a}, {b}]).max(0)", "{a}", "jnp.logaddexp({a}, {b})", "({a} + {b}) / 2",
 )  # fmt: skip
-SHARES = (
-    "jnp.exp({x} - {m})",
-    "jnp.exp({x} - {m})",
-    "jnp.exp2(({x} - {m}) * 1.4426950408889634)",
-)
+SHARES = ("jnp.exp({x} - {m})",)
+ODD_SHARES = (
+    "jnp.exp2(({x} - {m}) * 1.4426950408889634)", "jnp.exp({x}) / jnp.exp({m})",
+)  # fmt: skip
 QUOTIENTS = ("{o} / {t}", "{o} / {t}", "{o} * (1.0 / {t})")
 ODD_QUOTIENTS = (
     "{o} / ({t} + 1e-6)", "{o} / jnp.maximum({t}, 1e-6)",
@@ -45,7 +44,7 @@ def program(seed: int) -> Program:
                                keys=keys)  # fmt: skip
     values = {n: operands.values(w, 0.1) for n in "qkv"}
     given = scores.given(w, size, (8, 8), values)
-    mask = masks.mask(w, size, 0) if w.chance(0.5) else masks.causal(w, size)
+    mask = masks.mask(w, size, 0) if w.chance(0.3) else masks.causal(w, size)
     whole = f"jnp.broadcast_to({mask}, ({size.batch}, {size.heads}, {keys}, {keys}))"
     mask, fill = w.let(whole, "m"), w.one(FILLS)
     guard = w.usually(FAR_BELOW if fill == "-jnp.inf" else PLAIN, FLOORS, 0.3)
@@ -63,7 +62,7 @@ def program(seed: int) -> Program:
         parts.append((w.let(f"{e} @ {value}[:, :, {at}]", "o"), total, top))
     (o1, n1, m1), (o2, n2, m2) = parts
     top = w.let(w.usually(TOGETHER, ODD_TOGETHER).format(a=m1, b=m2), "top")
-    share = w.one(SHARES)
+    share = w.usually(SHARES, ODD_SHARES)
     a, b = (w.let(share.format(x=x, m=top), "a") for x in (m1, m2))
     out = w.let(f"{o1} * {a} + {o2} * {b}", "o")
     total = w.let(f"{n1} * {a} + {n2} * {b}", "n")
