@@ -87,6 +87,7 @@ def forward(
     """Returns the losses, and with `residuals` the sums of exponentials."""
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     loss = Loss(logits.shape[-1], **how)
+    logits = _rounded(logits)
     classes, labels = _classes(logits, first), loss.labels(labels)
     y = _masked(logits.astype(wide), classes, loss)
     row = loss.total(summed(y))
@@ -110,7 +111,7 @@ def backward(
     """Returns the cotangent of the logits."""
     del out, out_dtype
     row = Sum(*residuals)
-    loss = Loss(logits.shape[-1], **how)
+    loss, logits = Loss(logits.shape[-1], **how), _rounded(logits)
     classes, labels = _classes(logits, first), loss.labels(labels)
     wide = row.top.dtype
     y = _masked(logits.astype(wide), classes, loss)
@@ -125,6 +126,15 @@ def gradient(
     """Returns the cotangents of logits y, or of some columns of them."""
     p = jnp.exp(y - top[..., None]) * slopes.share[..., None]
     return p + jnp.where(hits, slopes.picked[..., None], slopes.each[..., None])
+
+
+def _rounded(logits: jax.Array) -> jax.Array:
+    """Logits that nothing is computed of before they are rounded.
+
+    A fused multiply-add takes the largest off ``c * y`` before that is rounded, as the
+    largest is: of logits of 1e10 the difference may be any.
+    """
+    return jax.lax.optimization_barrier(logits)
 
 
 def _masked(y: jax.Array, classes: jax.Array, loss: Loss) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rewriter
 from rewriter.kernels.linear_cross_entropy import chunks as of_chunks
 from rewriter.ops.registry import registry
 from rewriter.site import site
@@ -96,3 +97,25 @@ def near(got: Any, want: Any) -> None:
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         error = abs(np.asarray(g, "f8") - w).max()
         assert error <= 3e-6 * abs(w).max(), error / abs(w).max()
+
+
+@pytest.mark.parametrize("factor", [1e10, 1e20, 1e30])
+def test_large_products_are_rounded_before_the_largest_is_subtracted(
+    factor: float,
+) -> None:
+    """XLA may fuse both, and then the exponential of the largest is not 1."""
+    y = np.random.default_rng(0).normal(size=(4, 33)).astype("f4")
+    labels = np.arange(4) * 8
+
+    def loss(y: jax.Array, labels: jax.Array) -> jax.Array:
+        logs = jax.nn.log_softmax(y * factor, -1)
+        return -jnp.take_along_axis(logs, labels[:, None], -1)[:, 0]
+
+    forced = {"cross_entropy": "memory_bounded"}
+    fast = rewriter.optimize(loss, implementation=forced, strict=True)
+    scaled = (y * np.float32(factor)).astype("f8")
+    want = scaled.max(-1) - scaled[np.arange(4), labels]
+    np.testing.assert_allclose(jax.jit(fast)(y, labels), want, 1e-5)
+    slopes = jax.jit(jax.grad(lambda y: fast(y, labels).sum()))(y)
+    hot = lambda i: np.eye(33)[i]
+    np.testing.assert_allclose(slopes, factor * (hot(y.argmax(-1)) - hot(labels)), 1e-5)
