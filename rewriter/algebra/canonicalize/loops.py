@@ -284,8 +284,7 @@ class LoopForms(ReturningLoops):
         if choice is None or len(arms) != 2:
             raise OverBudget("a choice among several branches")
         other, one = (self.poly(v, args) for v in arms)
-        flag = by_entries(self, self.flag(choice, ()))
-        return choose(self.alg, flag, one, other)
+        return choose(self.alg, self.flag(choice, ()), one, other)
 
     def varies(self, value: int) -> tuple[Index, ...]:
         """The steps of entered loops that a value depends on."""
