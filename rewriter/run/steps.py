@@ -30,6 +30,7 @@ from rewriter.program.prepare import (
     differences_of_softmaxes,
     masks_in_loops,
     masks_in_shards,
+    pairs_of_loops,
     parts_of_softmaxes,
     slices_before_loops,
     sums_of_cotangents,
@@ -101,9 +102,16 @@ def join_terms_of_losses(program: Program) -> Program:
 
 def multiply_softmaxes(program: Program) -> Program:
     """Multiplies softmaxes by the values, where a sum of them or of their parts is."""
-    made = differences_of_softmaxes.multiply_each(program.closed_jaxpr)
+    made = pairs_of_loops.change_pairs(program.closed_jaxpr, _of_softmaxes)
+    made = differences_of_softmaxes.multiply_each(made)
     made = parts_of_softmaxes.multiply_at_once(made)
     return replace(program, closed_jaxpr=made)
+
+
+def _of_softmaxes(body: Any) -> Any:
+    """A body with softmaxes multiplied by the values; None without sums of any."""
+    one = differences_of_softmaxes.changed(body)
+    return parts_of_softmaxes.changed(one or body) or one
 
 
 def sum_each_cotangent(program: Program) -> Program:

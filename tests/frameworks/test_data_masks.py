@@ -207,3 +207,52 @@ def test_every_layer_is_replaced_with_its_gradient(library, context, name):
     sites = [s for s in report.sites if s.op == "attention"]
     assert sum(s.repeats for s in sites) == LAYERS, report
     assert all(s.replaced and s.backward for s in sites), report
+
+
+def combined(nn: Any, data: Any) -> Any:
+    same = nn.make_attention_mask(data, data, jnp.equal)
+    return nn.combine_masks(nn.make_causal_mask(data), same)
+
+
+def of_tokens(nn: Any, data: Any) -> Any:
+    return nn.make_attention_mask(data > 0, data > 0)
+
+
+def weighed(nn: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
+    weights = nn.dot_product_attention_weights(q, k, mask=mask)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+@pytest.mark.parametrize("context", WRAPS)
+@pytest.mark.parametrize("make", [combined, of_tokens])
+def test_masks_and_weights_of_flax_helpers(make: Any, context: str) -> None:
+    nn = pytest.importorskip("flax.linen")
+    scan, wrap = WRAPS[context]
+    x, w, segments = arguments("packed")
+
+    def layer(x: Any, w: Any, mask: Any) -> Any:
+        q, k, v = ((x @ w[i]).reshape(B, T, N, H) for i in range(3))
+        first = nn.dot_product_attention(q, k, v, mask=mask)
+        out = first + weighed(nn, first, k, v, mask)
+        return x + out.reshape(x.shape) @ w[3]
+
+    def loss(x: Any, w: Any, data: Any) -> Any:
+        mask = make(nn, data)
+        step = wrap(lambda x, w: layer(x, w, mask))
+        if scan:
+            return (jax.lax.scan(lambda x, w: (step(x, w), None), x, w)[0] ** 2).mean()
+        for one in w:
+            x = step(x, one)
+        return (x**2).mean()
+
+    step = jax.value_and_grad(loss, (0, 1))
+    fast = rewriter.optimize(step, implementation=FORCED)
+    sites = [s for s in fast.report(x, w, segments).sites if s.op == "attention"]
+    assert sum(s.repeats for s in sites) == 2 * LAYERS
+    assert all(s.replaced and s.backward for s in sites)
+    assert all("segments" in s.shapes and "mask" not in s.shapes for s in sites)
+    for got, want in zip(
+        *map(jax.tree.leaves, (fast(x, w, segments), jax.jit(step)(x, w, segments))),
+        strict=True,
+    ):
+        assert jnp.abs(got - want).max() <= 2e-5 * jnp.abs(want).max()

@@ -10,17 +10,14 @@ equal then, and the mask of the block says so entry by entry.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.primitives import EXTREMES, TRANSPARENT, NeedSplit
 from rewriter.algebra.normal_form import TRUE, Monomial, Poly
 
-if TYPE_CHECKING:
-    from rewriter.algebra.canonicalize import Evaluator
 
-
-def by_entries(ev: Evaluator, flag: int) -> int:
+def by_entries(ev: Any, flag: int) -> int:
     """A condition that compares entries where it compared the largest or least.
 
     Args:
@@ -31,7 +28,7 @@ def by_entries(ev: Evaluator, flag: int) -> int:
     return ev.alg.of_literals(flag, literals)
 
 
-def _literal(ev: Evaluator, atom: int) -> int:
+def _literal(ev: Any, atom: int) -> int:
     alg, definition = ev.alg, ev.alg.defs[atom]
     if definition[0] == "any":
         indices, inner, _ = alg.open_sum(atom)
@@ -41,7 +38,7 @@ def _literal(ev: Evaluator, atom: int) -> int:
     return _compared(ev, alg.thaw(definition[1]))
 
 
-def _compared(ev: Evaluator, p: Poly) -> int:
+def _compared(ev: Any, p: Poly) -> int:
     """Whether an integer form is at least 0. An entry is read for each extreme."""
     alg = ev.alg
     some: list[int] = []
@@ -57,7 +54,7 @@ def _compared(ev: Evaluator, p: Poly) -> int:
     return alg.negate(alg.any_over(alg.negate(anywhere), every))
 
 
-def _entry(ev: Evaluator, mono: Monomial) -> tuple[bool, Poly, list[int]] | None:
+def _entry(ev: Any, mono: Monomial) -> tuple[bool, Poly, list[int]] | None:
     """(whether a term is the largest, an entry, its indices); None for other terms."""
     if len(mono) != 1 or mono[0][1] != 1 or ev.alg.kind(mono[0][0]) != "leaf":
         return None

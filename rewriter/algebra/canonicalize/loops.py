@@ -284,7 +284,8 @@ class LoopForms(ReturningLoops):
         if choice is None or len(arms) != 2:
             raise OverBudget("a choice among several branches")
         other, one = (self.poly(v, args) for v in arms)
-        flag = by_entries(self, self.flag(choice, ()))
+        flag = self.flag(choice, ())
+        flag = by_entries(self, flag) if self.loops.entered else flag
         return choose(self.alg, flag, one, other)
 
     def varies(self, value: int) -> tuple[Index, ...]:

@@ -100,7 +100,7 @@ def multiply_each(program: Any) -> Any:
     Args:
         program: The program, closed.
     """
-    return map_bodies(program, lambda body: _changed(body) or body)
+    return map_bodies(program, lambda body: changed(body) or body)
 
 
 class Body:
@@ -201,7 +201,7 @@ def computes_in(eqn: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize > 1
 
 
-def _changed(body: Any) -> Any:
+def changed(body: Any) -> Any:
     """A body with each softmax multiplied by itself; None without sums of several."""
     here = Body(body)
     if not any(e.primitive.name == "dot_general" for e in here.eqns):

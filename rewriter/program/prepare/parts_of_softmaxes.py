@@ -95,10 +95,10 @@ def multiply_at_once(program: Any) -> Any:
     Args:
         program: The program, closed.
     """
-    return map_bodies(program, lambda body: _changed(body) or body)
+    return map_bodies(program, lambda body: changed(body) or body)
 
 
-def _changed(body: Any) -> Any:
+def changed(body: Any) -> Any:
     """A body with products of whole softmaxes; None without sums of their parts."""
     if not any(e.primitive.name == "dot_general" for e in body.eqns):
         return None

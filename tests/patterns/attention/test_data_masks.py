@@ -199,6 +199,24 @@ def test_whatever_a_checkpoint_keeps(name, policy):
         assert read_by(step, arguments(name)) == {MASKS[name][2]}
 
 
+@pytest.mark.parametrize("policy", KEEPING)
+@pytest.mark.parametrize("context", ["checkpoint", "scan+checkpoint"])
+def test_causal_layers_and_biases_without_gradients(context, policy):
+    scan, _ = WRAPS[context]
+    wrap = lambda f: jax.checkpoint(f, policy=KEEPING[policy])
+    program = functools.partial(loss, scan=scan, wrap=wrap)
+    fixed = jax.value_and_grad(functools.partial(program, make=lambda b: b), (0, 1))
+    assert read_by(fixed, arguments("bias")) == {MASKS["bias"][2]}
+    ordered = jax.value_and_grad(
+        functools.partial(program, make=lambda _: causal()), (0, 1)
+    )
+    report = rewriter.explain(ordered, implementation=FORCED)(*arguments("packed"))
+    sites = [s for s in report.sites if s.op == "attention"]
+    assert sum(s.repeats for s in sites) == LAYERS
+    assert all(s.replaced and s.backward for s in sites), report
+    assert {s.params["window"] for s in sites} == {(None, 0)}
+
+
 @pytest.mark.parametrize(
     ("context", "name"),
     slow.first(
