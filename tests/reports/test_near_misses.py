@@ -40,6 +40,11 @@ def divergence(x):
     return (jax.nn.softmax(x) * logs).sum()
 
 
+def distillation(x, w):
+    teacher = jax.nn.softmax(x[:, :6])
+    return (teacher * (jnp.log(teacher) - jax.nn.log_softmax(x @ w))).sum(-1).mean()
+
+
 def l2_norm(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
@@ -108,6 +113,7 @@ NONE = {
     "dispatch": (dispatch, X, W),
     "entropy": (entropy, X),
     "divergence": (divergence, X),
+    "distillation": (distillation, X, W),
     "adam": (adam, X),
     "clipped": (clipped, X),
     "mlp": (mlp, X, W),
@@ -457,6 +463,12 @@ def additive(x, w, u, adjacent):
     return jax.nn.softmax(jnp.where(adjacent, e, -1e9)) @ h
 
 
+def epsilon_in_the_sum(q, k, v):
+    s = scores(q, k)
+    weights = jnp.exp(s - s.max(-1, keepdims=True))
+    return weighted(weights / (weights.sum(-1, keepdims=True) + 1e-6), v)
+
+
 REASONS = {
     "additive": (
         "attention", "as in additive attention", additive,
@@ -471,6 +483,9 @@ REASONS = {
         "attention", "are moved along the keys",
         lambda q, k, v: weighted(jnp.roll(jax.nn.softmax(scores(q, k)), 1, -1), v),
         Q, K, V,
+    ),
+    "epsilon_in_the_sum": (
+        "attention", "as an epsilon does", epsilon_in_the_sum, Q, K, V
     ),
     "gate_of_heads": (
         "attention", "an array that has no axis of keys",
