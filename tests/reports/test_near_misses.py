@@ -328,6 +328,16 @@ def masked_experts(x, w, up, down):
     return sum(jnp.where((expert == k)[:, None], x @ up[k], 0) for k in range(3))
 
 
+def masked_expert_scan(x, w, up, down):
+    expert = jnp.arange(4) % 3
+
+    def body(total, step):
+        k, matrix = step
+        return total + jnp.where((expert == k)[:, None], x @ matrix, 0), None
+
+    return jax.lax.scan(body, jnp.zeros((4, 5)), (jnp.arange(6), up))[0]
+
+
 def differences(q, k, v):
     apart = jnp.abs(q[:, :, None] - k[:, None]).sum(-1)
     return weighted(jax.nn.softmax(-apart.transpose(0, 3, 1, 2)), v)
@@ -352,6 +362,9 @@ WORDS = {
     "scan": ("ragged_dot", "one after another", expert_scan, X, W, UP, DOWN),
     "loop": ("ragged_dot", "one after another", expert_loop, X, W, UP, DOWN),
     "masked": ("ragged_dot", "one after another", masked_experts, X, W, UP, DOWN),
+    "masked scan": (
+        "ragged_dot", "one after another", masked_expert_scan, X, W, UP, DOWN
+    ),
     "gathered": ("ragged_dot", "for each row", gathered_matrices, X, W, UP, DOWN),
     "distances": ("attention", "2 q·k - |k|²", distances, Q, K, V),
     "differences": ("attention", "and no product", differences, Q, K, V),
