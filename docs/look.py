@@ -61,6 +61,10 @@ def main() -> int:
     if browser is None or not SITE.is_dir():
         print("install Chromium, and run python3 -m docs.build")
         return 2
+    missing = [name for name in named if not (SITE / name).is_file()]
+    if missing:
+        print(f"the site has no {', '.join(missing)}")
+        return 2
     PICTURES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         site = pathlib.Path(folder) / "site"

@@ -248,6 +248,26 @@ def _experts_in_a_loop(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | No
     return None
 
 
+def _masked_experts_in_a_scan(
+    graph: Graph, nodes: list[Node]
+) -> tuple[Node, str] | None:
+    for node in nodes:
+        scope = node.scope
+        if node.prim != "dot_general" or scope.kind != "scan" or scope.length < 2:
+            continue
+        if not _is_masked_by_ids(graph, node):
+            continue
+        matrices = [graph.shape(i) for i in node.ins if graph.node_of(i) is None]
+        stacks = [
+            graph.shape(i)
+            for n in nodes if n.prim == "scan" and n.scope is scope.parent
+            for i in n.ins
+        ]  # fmt: skip
+        if any((scope.length, *shape) in stacks for shape in matrices):
+            return node, ONE_AFTER_ANOTHER
+    return None
+
+
 def _experts_in_a_scan(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
     choices = [n for n in nodes if n.prim in CHOICES and graph.shape(n.ins[0])]
     for choice in choices:
@@ -348,6 +368,7 @@ KINDS = (
     ("attention", _distances),
     ("ragged_dot", _experts_in_a_loop),
     ("ragged_dot", _experts_in_a_scan),
+    ("ragged_dot", _masked_experts_in_a_scan),
     ("ragged_dot", _gathered_matrices),
     ("rms_norm", _bounded_norm),
 )

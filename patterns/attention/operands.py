@@ -232,12 +232,9 @@ def _sinks(softmax: Softmax, axes: Axes) -> Operand | None:
     if not sink:
         return None
     if alg.ids(sink) - set(axes.n):
-        raise Refused(
-            "sink",
-            "the extra term of the denominator depends on more than the head",
-            score=0.6,
-            difference=alg.show(sink),
-        )
+        text = "what is added to the sum of weights differs from row to row, as an "
+        text += "epsilon does where the row's maximum is subtracted"
+        raise Refused("sink", text, score=0.6, difference=alg.show(sink))
     leaves = softmax.values_of(alg.poly_leaves(sink))
     if not all(softmax.ev.is_side(value) for value in leaves):
         raise Refused("sink", "the extra term depends on the scores", score=0.6)

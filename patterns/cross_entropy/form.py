@@ -158,8 +158,7 @@ def _total(alg: Algebra, form: Poly) -> int:
         if found:
             text = f"it joins {len(found)} log-sum-exps, as a divergence does, and a "
             text += "loss has one"
-        near = 0.3 if found else 0.2  # without any, it is no loss over a vocabulary
-        raise Refused("terms", text, score=near, difference=alg.show(form))
+        raise Refused("terms", text, score=0.2, difference=alg.show(form))
     (atom,) = found
     return atom
 

@@ -25,7 +25,7 @@ from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Operand, Reading, Refused, split_digits, unproved
 from rewriter.find.sieve import Step
-from rewriter.patterns.cross_entropy.form import loss_of
+from rewriter.patterns.cross_entropy.form import Loss, loss_of
 from rewriter.patterns.cross_entropy.logits import (
     arrays_of_logits,
     linear_operands,
@@ -224,23 +224,10 @@ def _read(
     loss = loss_of(find.algebra, form, args)
     find.require_proved(ev)
     require_shifted(find, ev, anchor, loss)
-    params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
-    made_of = [find.graph.node_of(v).ins for v in (*above.picks, *above.sums)]
-    values = [value, *itertools.chain(*made_of)]
-    params |= loss.params | {"nan_at": nan_at(find, anchor, values)}
+    operands, params = _operands_and_params(find, value, op, products, loss)
+    params["nan_at"] = nan_at(find, anchor, [value, *above.made_of(find)])
     if any(_of_logs(find, v) for v in above.picks):
         params["of_log_probabilities"] = True
-    if op == LINEAR:
-        operands, more = linear_operands(find.algebra, loss)
-        params |= more
-        _require_floats(find, operands)
-        operands["x"] = _of_own_dtype(find, operands["x"])
-        dtype = _dtype_of(find, products)
-        if dtype != _dtype_of(find, _arrays(find, operands["x"], operands["w"])):
-            params["logits_dtype"] = str(dtype)
-    else:
-        operands = logits_operand(find.algebra, loss)
-        _require_floats(find, operands)
     groups = tuple((i,) for i in loss.rows)
     rules: tuple[dict[str, Any], ...] = ()
     if params.get("of_log_probabilities") and params["outside"] == "zero":
@@ -260,6 +247,29 @@ def _read(
         notes=tuple(sorted(ev.notes)),
         times=None if loss.times == find.algebra.const(1) else loss.times,
     )
+
+
+def _operands_and_params(
+    find: Finder, value: int, op: str, products: frozenset[int], loss: Loss
+) -> tuple[dict[str, Operand], dict[str, Any]]:
+    """The operands of a loss, and its parameters as far as its form tells them.
+
+    Raises:
+        Refused: If the logits are something else, or in 8 bits.
+    """
+    params = {"out_dtype": str(find.graph.dtype(value)), **loss.params}
+    if op == GIVEN:
+        operands = logits_operand(find.algebra, loss)
+        _require_floats(find, operands)
+        return operands, params
+    operands, more = linear_operands(find.algebra, loss)
+    params |= more
+    _require_floats(find, operands)
+    operands["x"] = _of_own_dtype(find, operands["x"])
+    dtype = _dtype_of(find, products)
+    if dtype != _dtype_of(find, _arrays(find, operands["x"], operands["w"])):
+        params["logits_dtype"] = str(dtype)
+    return operands, params
 
 
 def _require_floats(find: Finder, operands: Mapping[str, Operand]) -> None:
@@ -324,6 +334,11 @@ class _Above:
     sums: frozenset[int]
     labels: frozenset[int]
     numbers: frozenset[int]
+
+    def made_of(self, find: Finder) -> list[int]:
+        """What the entries and sums are taken of."""
+        nodes = (find.graph.node_of(v) for v in (*self.picks, *self.sums))
+        return [i for node in nodes for i in node.ins]
 
 
 def _above(find: Finder, value: int) -> _Above:

@@ -138,11 +138,11 @@ def verify(
 
     Both run on the given arguments, on the same numbers in other places, and on probes
     made from them. Probes hold zeros, equal values, huge, tiny and infinite ones, masks
-    of one value, and ends of integer types. The
-    reference is a float64 run of the original. Where that is far from what the original
-    gives in its own types, it is the original. Each row of each result is compared with
-    it, and so is each kind of site, with all equations that lead to it. The rewritten
-    program may be as wrong as the original, or as the rounding of its types explains.
+    of one value, and ends of integer types. The reference is a float64 run of the
+    original. Where that is far from what the original gives in its own types, it is the
+    original. Each row of each result is compared with it, and so is each kind of site,
+    with all equations that lead to it. The rewritten program may be as wrong as the
+    original, or as the rounding of its types explains.
 
     Args:
         fn: Any callable that ``optimize`` takes.
@@ -174,16 +174,15 @@ def verify(
         plain = trace.jitted(fn, static)
         leaves, call = trace.split(plain, args, kwargs)
         names = trace.leaf_names(plain, args, kwargs)
-        given, leaves = leaves, with_numbers(leaves)
+        shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        leaves = with_numbers(leaves)
         fast = optimize(call, **{**ours, "verify": "off"})
         report = fast.report(*leaves)
         pair = [jax.jit(call), fast]
         if grad:
             pair = [jax.jit(with_gradient(f, leaves, names)) for f in pair]
-        pairs = _pairs(call, ours, leaves)
-        name = trace.name_of(fn)
-        made = _compare(name, *pair, leaves, names, report, pairs, draws)
-        shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in given)
+        how = (leaves, names, report, _pairs(call, ours, leaves), draws)
+        made = _compare(trace.name_of(fn), *pair, *how)
         return replace(made, drawn=shapes)
 
     return run

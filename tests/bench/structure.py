@@ -69,6 +69,7 @@ def counts(texts: Mapping[pathlib.Path, str]) -> dict[str, Any]:
         "modules": most,
         "fullest": str(fullest),
         "folders": len(folders),
+        "modules_of": {str(f): n for f, n in sorted(folders.items())},
         "longest": lines[longest],
         "longest_file": str(longest),
         "long": len(long),

@@ -620,6 +620,16 @@ def structure() -> str:
     return "\n".join(lines)
 
 
+def modules_of_folders() -> str:
+    """The modules of each folder, before the folders and now."""
+    data = json.loads(record.named("structure").read_text())
+    old, new = (data[when]["modules_of"] for when in ("before", "now"))
+    lines = ["| folder | modules before | now |", "| --- | --- | --- |"]
+    for folder in sorted({*old, *new}):
+        lines.append(f"| `{folder}` | {old.get(folder, '')} | {new.get(folder, '')} |")
+    return "\n".join(lines)
+
+
 def running() -> str:
     """The files of the engine that run for one attention, by folder."""
     data = json.loads(record.named("structure").read_text())
@@ -760,6 +770,7 @@ TABLES = {
     "first_step": first_step,
     "structure": structure,
     "running": running,
+    "modules_of_folders": modules_of_folders,
     "public_suites": public_suites,
     "by_blocks": by_blocks,
     "eight_bits": eight_bits,

@@ -40,6 +40,11 @@ def divergence(x):
     return (jax.nn.softmax(x) * logs).sum()
 
 
+def distillation(x, w):
+    teacher = jax.nn.softmax(x[:, :6])
+    return (teacher * (jnp.log(teacher) - jax.nn.log_softmax(x @ w))).sum(-1).mean()
+
+
 def l2_norm(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
@@ -108,6 +113,7 @@ NONE = {
     "dispatch": (dispatch, X, W),
     "entropy": (entropy, X),
     "divergence": (divergence, X),
+    "distillation": (distillation, X, W),
     "adam": (adam, X),
     "clipped": (clipped, X),
     "mlp": (mlp, X, W),
@@ -322,6 +328,16 @@ def masked_experts(x, w, up, down):
     return sum(jnp.where((expert == k)[:, None], x @ up[k], 0) for k in range(3))
 
 
+def masked_expert_scan(x, w, up, down):
+    expert = jnp.arange(4) % 3
+
+    def body(total, step):
+        k, matrix = step
+        return total + jnp.where((expert == k)[:, None], x @ matrix, 0), None
+
+    return jax.lax.scan(body, jnp.zeros((4, 5)), (jnp.arange(6), up))[0]
+
+
 def differences(q, k, v):
     apart = jnp.abs(q[:, :, None] - k[:, None]).sum(-1)
     return weighted(jax.nn.softmax(-apart.transpose(0, 3, 1, 2)), v)
@@ -346,6 +362,9 @@ WORDS = {
     "scan": ("ragged_dot", "one after another", expert_scan, X, W, UP, DOWN),
     "loop": ("ragged_dot", "one after another", expert_loop, X, W, UP, DOWN),
     "masked": ("ragged_dot", "one after another", masked_experts, X, W, UP, DOWN),
+    "masked scan": (
+        "ragged_dot", "one after another", masked_expert_scan, X, W, UP, DOWN
+    ),
     "gathered": ("ragged_dot", "for each row", gathered_matrices, X, W, UP, DOWN),
     "distances": ("attention", "2 q·k - |k|²", distances, Q, K, V),
     "differences": ("attention", "and no product", differences, Q, K, V),
@@ -457,6 +476,12 @@ def additive(x, w, u, adjacent):
     return jax.nn.softmax(jnp.where(adjacent, e, -1e9)) @ h
 
 
+def epsilon_in_the_sum(q, k, v):
+    s = scores(q, k)
+    weights = jnp.exp(s - s.max(-1, keepdims=True))
+    return weighted(weights / (weights.sum(-1, keepdims=True) + 1e-6), v)
+
+
 REASONS = {
     "additive": (
         "attention", "as in additive attention", additive,
@@ -471,6 +496,9 @@ REASONS = {
         "attention", "are moved along the keys",
         lambda q, k, v: weighted(jnp.roll(jax.nn.softmax(scores(q, k)), 1, -1), v),
         Q, K, V,
+    ),
+    "epsilon_in_the_sum": (
+        "attention", "as an epsilon does", epsilon_in_the_sum, Q, K, V
     ),
     "gate_of_heads": (
         "attention", "an array that has no axis of keys",

@@ -99,10 +99,11 @@ def _(x, w, labels):
     return jax.nn.logsumexp(y, -1) - (take(y, labels) + take(y, labels[::-1])) / 2
 
 
-@no_loss("margin", "a margin is subtracted from the label's logit")
+@no_loss("margin", "the label's logit has no margin, and that in the sum has one")
 def _(x, w, labels):
-    y = x @ w - 0.3 * jax.nn.one_hot(labels, V)
-    return jax.nn.logsumexp(y, -1) - take(y, labels)
+    y = x @ w
+    lowered = y - 0.3 * jax.nn.one_hot(labels, V)
+    return jax.nn.logsumexp(lowered, -1) - take(y, labels)
 
 
 @no_loss("hard_negatives", "only the largest logits are in the sum")
