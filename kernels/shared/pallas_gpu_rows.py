@@ -163,8 +163,8 @@ def _of_each(text: str, x: Array) -> Array:
 TO_FLOATS = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
 """Pairs of 8-bit floats, as conversions name them.
 
-On this GPU XLA's conversions stop at the largest number, as these do. On other
-platforms larger numbers give NaN or infinity."""
+They stop at the largest number. So do XLA's on this GPU where they are fused with the
+sums of a row. Elsewhere XLA gives NaN or an infinity for larger numbers."""
 
 
 def store_floats(reference: Any, value: Array) -> None:
