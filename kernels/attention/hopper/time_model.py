@@ -36,10 +36,12 @@ from rewriter.support.verdict import YES, Verdict, no
 
 MIB = 1 << 20
 
-SMALLEST, SMALLEST_SHORT, SMALLEST_TABLE = 1 << 19, 3 << 16, 12 << 20
+SMALLEST, SMALLEST_TABLE = 1 << 19, 12 << 20
+SMALLEST_SHORT, SMALLEST_SHORT_TABLE = 3 << 16, 1 << 20
 """The fewest bytes of float32 scores that pay, of more queries than decoding has: of
-any use, of up to 64 queries and keys, and with the gradient of a bias of pairs. XLA
-took 4 times as long for 8 x 80 x 16 heads
+any use, and with the gradient of a bias of pairs; of up to 64 queries and keys. XLA
+took 4 times as long for 8 x 80 x 16 heads, and 2.7 times for 64 x 49 x 3 heads with a
+bias and its gradient
 (``tests/bench/results/choices_small_h200.json``, ``choices_few_scores_h200.json``)."""
 
 SMALLEST_ONE, SMALLEST_LENGTHS = 4 << 20, 1 << 20
@@ -99,11 +101,12 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 
 def _smallest(spec: Spec, passes: str) -> int:
     """Returns the fewest bytes of scores that pay."""
+    whole, several = short.takes(spec).ok, spec.shape("q")[0] > 1
     if passes != "forward" and spec.has("bias") and 1 not in spec.shape("bias")[2:]:
-        return SMALLEST_TABLE
-    if spec.shape("q")[0] == 1:
+        return SMALLEST_SHORT_TABLE if whole and several else SMALLEST_TABLE
+    if not several:
         return SMALLEST_LENGTHS if spec.has("kv_lengths") else SMALLEST_ONE
-    return SMALLEST_SHORT if short.takes(spec).ok else SMALLEST
+    return SMALLEST_SHORT if whole else SMALLEST
 
 
 def _streams(spec: Spec, device: Device, passes: str) -> bool:
