@@ -66,7 +66,7 @@ FOUND = {
     "ragged": (251, 1763),
     "norm": (888,),
     "unit": (1123, 3175),
-    "difference": (19, 20011),
+    "difference": (19, 20011, 60022),
 }
 """Seeds that differed, by what is allowed but for these: units that chose in a branch,
 labels that are promised to be classes, and labels of uint32 beyond int32."""
