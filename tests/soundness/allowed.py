@@ -67,6 +67,10 @@ SHIFTED = {
 }
 """Exponentials without their maximum, by the logarithm of the number of keys smaller.
 What rows that overflow give may differ as much, see `docs/numerics.md`."""
+LOWERED = {
+    rf"(\(lambda e: e / {TOTAL}\)\(jnp\.exp\()(\w+)\)": r"\1\2 - 4.0)",
+}
+"""The same of those that give the same weights, unless they overflow or vanish."""
 BOTTOMLESS = {
     r"jax\.nn\.dot_product_attention\((\w+), (\w+), (\w+), mask=(.*)\)$": (
         r"jnp.einsum('bnts,bsnh->btnh', jax.nn.softmax(jnp.where(\4, "
@@ -187,6 +191,11 @@ def by_total(program: Program) -> Program:
 def shifted(program: Program) -> Program:
     """Returns the program with exponentials that overflow later."""
     return _written(program, SHIFTED)
+
+
+def lowered(program: Program) -> Program:
+    """Returns the program with the same weights of smaller exponentials."""
+    return _written(program, LOWERED)
 
 
 def bottomless(program: Program) -> Program:

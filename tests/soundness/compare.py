@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.soundness.tolerance import TINY, Variants, numbers, rounding_of
+from tests.soundness.tolerance import TINY, Variants, numbers, rounding_of, scale
 
 NEAR = 1e-3
 """How far from float64 an entry may be that is right, beside one that is not."""
@@ -82,6 +82,9 @@ def borderline(original: Any, others: Variants, which: int) -> np.ndarray:
     later = others.shifted[which]
     changes.append((np.isfinite(later) != finite) | ((mine == 0) & (later != 0)))
     changes.append(finite & (abs(mine) > HUGE))
+    lower = others.lowered[which]  # of sums that overflow, weights are 0
+    with np.errstate(invalid="ignore"):
+        changes.append(finite & (abs(lower - mine) > NEAR * scale(mine, False) + TINY))
     return np.logical_or.reduce(changes)
 
 

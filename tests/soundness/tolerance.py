@@ -60,6 +60,7 @@ class Variants:
         unrounded: Without roundings to 16 bits that a kernel may leave out.
         beside: With fills that hide all scores, in the program's own precision.
         shifted: With exponentials without their maximum made smaller.
+        lowered: The same where only an overflow changes the weights.
     """
 
     eager: list[np.ndarray]
@@ -72,6 +73,7 @@ class Variants:
     unrounded: list[np.ndarray]
     beside: list[np.ndarray]
     shifted: list[np.ndarray]
+    lowered: list[np.ndarray]
 
 
 def numbers(array: Any) -> np.ndarray:
@@ -116,14 +118,18 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
             for x in (compiled if p == program else passes.compiled(of(p)))(values)
         ]
     )
-    beside, shifted = map(as_is, (allowed.hiding(program), allowed.shifted(program)))
+    beside, shifted, lowered = (
+        as_is(made(program))
+        for made in (allowed.hiding, allowed.shifted, allowed.lowered)
+    )
     whole = allowed.unrounded(program)
     right += map(as_is, {allowed.stable(program), whole} - {program})
     right += map(as_is, allowed.partly_stable(program))
     unrounded = as_is(whole)
     return Variants(
-        eager, exact, right, unseen, nudged, perturbed, [], unrounded, beside, shifted
-    )
+        eager, exact, right, unseen, nudged, perturbed, [], unrounded, beside, shifted,
+        lowered,
+    )  # fmt: skip
 
 
 def with_rounding(
@@ -169,7 +175,7 @@ def _nudged(program: Program, values: Sequence[Any], seed: int, last: int) -> li
 
 def basic(original: Any, eps: float, entries: bool, floor: float) -> np.ndarray:
     """What rounding to some `eps` may change, of a result as it is."""
-    return rounding_of(eps) * (_scale(numbers(original), entries) + floor) + TINY
+    return rounding_of(eps) * (scale(numbers(original), entries) + floor) + TINY
 
 
 def rounding_of(eps: float) -> float:
@@ -191,7 +197,7 @@ def sensitive(
     by_last_bit = np.maximum.reduce([apart(n) for n in others.nudged])
     inexact = apart(others.exact)
     changes = FACTOR * (apart(others.eager) + np.minimum(inexact, by_last_bit))
-    near = np.where(inexact <= NEAR * _scale(mine, entries), 4 * inexact, 0.0)
+    near = np.where(inexact <= NEAR * scale(mine, entries), 4 * inexact, 0.0)
     off = OFF * np.max([np.zeros_like(mine), *map(apart, others.rounded)], axis=0)
     return basic(original, eps, entries, floor) + changes + near + off
 
@@ -203,10 +209,10 @@ def undetermined(original: Any, others: Variants, which: int) -> np.ndarray:
         return np.zeros(mine.shape, bool)
     runs = (*others.rounded, others.unrounded)
     off = np.maximum.reduce([_apart(mine, r[which], False) for r in runs])
-    return off >= LOST * _scale(mine, False)
+    return off >= LOST * scale(mine, False)
 
 
-def _scale(x: np.ndarray, entries: bool) -> np.ndarray:
+def scale(x: np.ndarray, entries: bool) -> np.ndarray:
     """The magnitude that errors of each entry are relative to."""
     sizes = np.where(np.isfinite(x), abs(x), 0.0)
     if entries or x.ndim == 0:
@@ -220,7 +226,7 @@ def _apart(a: np.ndarray, b: np.ndarray, entries: bool) -> np.ndarray:
     with np.errstate(all="ignore"):
         difference = np.where(both, abs(np.where(both, a - b, 0.0)), 0.0)
         if not entries or a.ndim == 0:
-            return _scale(difference, entries)
+            return scale(difference, entries)
         ratio = np.where(abs(a) > TINY, difference / np.maximum(abs(a), TINY), 0.0)
     relative = np.minimum(ratio, 1e6).max(-1, keepdims=True)
     return np.maximum(difference, relative * abs(np.where(both, a, 0.0)))
