@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.algebra.canonicalize import values_named
 from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES, TRANSPARENT
+from rewriter.find.reading import size
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.softmax import Softmax
 from rewriter.program.graph import Graph, Node
@@ -61,12 +61,10 @@ def finiteness_of(softmax: Softmax, axes: Axes) -> Finiteness:
         return Finiteness()
     notes: set[str] = set()
     alg = softmax.alg
+    graph = softmax.find.graph
     for atom in alg.poly_leaves(softmax.bias):
-        _, name, places = alg.defs[atom]
-        of_heads = [not alg.index_ids(at).isdisjoint(axes.n) for at in places]
-        for value in values_named(name):
-            heads = {d for d, differs in enumerate(of_heads) if differs}
-            why = _why(softmax.find.graph, value, heads)
+        for value in softmax.values_of([atom]):
+            why = _why(graph, value, _heads(softmax, axes, atom, value))
             if why == TAKEN_AS_FINITE:
                 notes.add(why)
             elif why is not None:
@@ -74,17 +72,39 @@ def finiteness_of(softmax: Softmax, axes: Axes) -> Finiteness:
     return Finiteness(notes=frozenset(notes))
 
 
-def _why(graph: Graph, value: int, heads: Set[int]) -> str | None:
+def _heads(softmax: Softmax, axes: Axes, atom: int, value: int) -> Set[int] | None:
+    """The dimensions of a leaf's value along which heads differ.
+
+    None, if heads differ by the step of a loop, or by a piece of a joined array. Where
+    attention has no axis of heads, that of the batch may be one, as under `jax.vmap`:
+    an array with numbers for each row and key of it counts as one of heads.
+    """
+    alg = softmax.alg
+    _, name, places = alg.defs[atom]
+    rank = len(softmax.find.graph.shape(value))
+    heads, own = {*axes.n}, [alg.index_ids(at) for at in places]
+    if size(alg, axes.n) == 1:
+        of_scores = all(any(ids & {*axis} for ids in own) for axis in (axes.t, axes.s))
+        heads = {*axes.b} if of_scores else set()
+    differ = {d for d, ids in enumerate(own) if ids & heads}
+    if name in softmax.joined:
+        return None if differ else frozenset()
+    return None if any(d >= rank for d in differ) else differ
+
+
+def _why(graph: Graph, value: int, heads: Set[int] | None) -> str | None:
     """Why a value may hold -inf, by the equations that make it.
 
     Where these change its sign, what may hold inf is looked for. An argument counts
     only where its sign stays: masks of 0 and 1 are turned into large numbers that way.
+    What a loop reads at each step counts as of heads.
 
     Args:
         graph: The program.
         value: The bias, or a part of it.
-        heads: Its dimensions along which heads differ.
+        heads: Its dimensions along which heads differ; None if they differ anyway.
     """
+    inputs = {graph.top.env[v] for v in graph.top.jaxpr.invars}
     seen, queue, assumed = {(value, 0)}, [(value, heads, 0)], False
     while queue:
         if len(seen) > MOST_EQUATIONS:
@@ -97,9 +117,9 @@ def _why(graph: Graph, value: int, heads: Set[int]) -> str | None:
         if const is not None:
             if (np.asarray(const, np.float64) == sign * np.inf).any():
                 return "the program has an infinite number in it"
-        elif node is None and not heads and not turns:
-            return "it is an argument that all heads share"
         elif node is None:
+            if heads is not None and not heads and not turns and current in inputs:
+                return "it is an argument that all heads share"
             assumed |= not turns
         elif node.prim in _LOGARITHMS and sign < 0:
             return "it is a logarithm"
@@ -114,14 +134,18 @@ def _why(graph: Graph, value: int, heads: Set[int]) -> str | None:
     return TAKEN_AS_FINITE if assumed else None
 
 
-def _below(graph: Graph, node: Node, operand: int, heads: Set[int]) -> Set[int]:
-    """An operand's dimensions along which heads differ; all, where that is open."""
+def _below(
+    graph: Graph, node: Node, operand: int, heads: Set[int] | None
+) -> Set[int] | None:
+    """An operand's dimensions along which heads differ; None where that is open."""
     shape, out = graph.shape(operand), graph.shape(node.outs[0])
+    if heads is None:
+        return None
     if node.prim == "broadcast_in_dim":
         to = node.params["broadcast_dimensions"]
         heads = {d for d, at in enumerate(to) if at in heads}
     elif heads and (node.prim in _MOVING or len(shape) != len(out)):
-        heads = set(range(len(shape)))
+        return None
     return {d for d in heads if shape[d] != 1}
 
 

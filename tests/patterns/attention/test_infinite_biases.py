@@ -114,6 +114,44 @@ def test_masks_beside_finite_biases_are_read(bias: str) -> None:
     assert site.params["window"] == (None, 0)
 
 
+def head(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    scores = jnp.where(SEEN[0, 0], q @ k.T + bias, -1e9)
+    return jax.nn.softmax(scores) @ v
+
+
+SLOPED = -jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
+OF_EACH: dict[str, tuple[Callable[..., Any], Any]] = {
+    "vmap": (jax.vmap(head), OF_HEADS[0]),
+    "a loop": (lambda *a: jax.lax.map(lambda x: head(*x), a), OF_HEADS[0]),
+    "slopes in a loop": (
+        lambda *a: jax.lax.map(lambda x: head(*x[:3], x[3] * SLOPED), a),
+        OF_HEADS[0, :, 0, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_EACH)
+def test_biases_of_heads_one_by_one(name: str) -> None:
+    f, bias = OF_EACH[name]
+    given = *(x[0].swapaxes(0, 1) for x in (Q, K, V)), bias
+    fast = rewriter.optimize(f, implementation=FORCED)
+    np.testing.assert_allclose(fast(*given), f(*given), rtol=1e-5, atol=1e-5)
+    assert fast.report().sites[0].params["window"] == (None, 0)
+
+
+@pytest.mark.parametrize("way", ["vmap", "a loop"])
+def test_biases_that_heads_share_one_by_one(way: str) -> None:
+    def f(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        if way == "vmap":
+            return jax.vmap(head, (0, 0, 0, None))(q, k, v, bias)
+        return jax.lax.map(lambda x: head(*x, bias), (q, k, v))
+
+    given = *(x[0].swapaxes(0, 1) for x in (Q, K, V)), HIDES[0, 0]
+    fast = rewriter.optimize(f, implementation=FORCED)
+    np.testing.assert_allclose(fast(*given), f(*given), rtol=1e-5, atol=1e-5)
+    assert fast.report().sites[0].form == "scored_attention"
+
+
 def test_an_infinite_fill_hides_beside_any_bias() -> None:
     causal = lambda s, b, _: jnp.where(SEEN, s + b, -jnp.inf)
     site = check(attention(causal), HIDES)
