@@ -76,8 +76,8 @@ def _heads(softmax: Softmax, axes: Axes, atom: int, value: int) -> Set[int] | No
     """The dimensions of a leaf's value along which heads differ.
 
     None, if heads differ by the step of a loop, or by a piece of a joined array. Where
-    attention has no axis of heads, that of the batch may be one, as under `jax.vmap`:
-    an array with numbers for each row and key of it counts as one of heads.
+    attention has no axis of heads, that of the batch may be one, as under `jax.vmap`.
+    Then an array with numbers for each row and key of the batch counts as one of heads.
     """
     alg = softmax.alg
     _, name, places = alg.defs[atom]

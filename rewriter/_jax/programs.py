@@ -129,10 +129,11 @@ def with_one_variable(closed: Any, same: Mapping[Any, Any]) -> Any:
 def part_of(
     jaxpr: Any, invars: Sequence[Any], eqns: Sequence[Any], outvars: Sequence[Any]
 ) -> Any:
-    """The closed jaxpr of some equations of a jaxpr without constants."""
+    """The closed jaxpr of some equations; constants that they read are ``invars``."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     names = {"arg_names": ("",) * len(invars), "result_paths": ("",) * len(outvars)}
     new = inner.replace(
+        constvars=[],
         invars=list(invars),
         eqns=list(eqns),
         outvars=list(outvars),

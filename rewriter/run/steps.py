@@ -22,6 +22,7 @@ from rewriter.find.region import Regions
 from rewriter.find.sieve import possible
 from rewriter.gradients.general_form import with_general_forms
 from rewriter.gradients.search import search_gradients
+from rewriter.program.bodies import map_bodies
 from rewriter.program.equal_constants import once
 from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
@@ -102,9 +103,10 @@ def join_terms_of_losses(program: Program) -> Program:
 
 def multiply_softmaxes(program: Program) -> Program:
     """Multiplies softmaxes by the values, where a sum of them or of their parts is."""
-    made = pairs_of_loops.change_pairs(program.closed_jaxpr, _of_softmaxes)
-    made = differences_of_softmaxes.multiply_each(made)
-    made = parts_of_softmaxes.multiply_at_once(made)
+    made = program.closed_jaxpr
+    if "scan" in program.primitives:
+        made = pairs_of_loops.change_pairs(made, _of_softmaxes)
+    made = map_bodies(made, lambda body: _of_softmaxes(body) or body)
     return replace(program, closed_jaxpr=made)
 
 

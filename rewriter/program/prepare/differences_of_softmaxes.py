@@ -33,6 +33,9 @@ LAYOUT = frozenset(
 ) | {"unstack"}
 """What is between a softmax and a sum of several."""
 
+_KEPT = LAYOUT | {"mul", "add", "sub"}
+"""What makes of a softmax, or of a sum of some, another one."""
+
 DEPTH = 12
 """The most equations between a softmax and a sum of several."""
 
@@ -111,6 +114,7 @@ class Body:
         self.outs = getattr(body, "jaxpr", body).outvars
         self.made = {v: e for e in self.eqns for v in e.outvars}
         self.products: list[Product] = []
+        self._others: set[Any] = set()
 
     def maker(self, atom: Any) -> Any:
         """The equation that makes an atom, or None."""
@@ -127,6 +131,14 @@ class Body:
 
     def all_terms(self, atom: Any, negative: bool = False) -> list[Term] | None:
         """The softmaxes, or parts of some, that add up to an array; None for others."""
+        if _jax.is_literal(atom) or atom in self._others:
+            return None
+        found = self._all_terms(atom, negative)
+        if found is None:  # each layer of a residual stream asks about all before it
+            self._others.add(atom)
+        return found
+
+    def _all_terms(self, atom: Any, negative: bool) -> list[Term] | None:
         eqn = self.maker(atom)
         if eqn is not None and not computes_in(eqn):
             return None
@@ -137,8 +149,9 @@ class Body:
         if eqn is not None and eqn.primitive.name in ("add", "sub"):
             one, other = eqn.invars
             minus = negative != (eqn.primitive.name == "sub")
-            both = self.all_terms(one, negative), self.all_terms(other, minus)
-            return None if None in both else [*both[0], *both[1]]
+            first = self.all_terms(one, negative)
+            second = first and self.all_terms(other, minus)
+            return [*first, *second] if second else None
         weights, factor = atom, None
         if eqn is not None and eqn.primitive.name == "mul":
             for one, other in (eqn.invars, eqn.invars[::-1]):
@@ -201,11 +214,33 @@ def computes_in(eqn: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize > 1
 
 
+def multiplies_sums(body: Any) -> bool:
+    """Returns whether a body multiplies sums of what may be softmaxes.
+
+    Few bodies do. It is asked before more is looked at.
+    """
+    quotients: set[Any] = set()
+    sums: set[Any] = set()
+    for eqn in body.eqns:
+        name = eqn.primitive.name
+        if name == "div" or name in _jax.BODIES:
+            quotients.update(eqn.outvars)
+        elif name in _KEPT and quotients:
+            known = [a for a in eqn.invars if not _jax.is_literal(a)]
+            if not sums.isdisjoint(known):
+                sums.update(eqn.outvars)
+            elif not quotients.isdisjoint(known):
+                (sums if name in ("add", "sub") else quotients).update(eqn.outvars)
+        elif name == "dot_general" and not sums.isdisjoint(eqn.invars):
+            return True
+    return False
+
+
 def changed(body: Any) -> Any:
     """A body with each softmax multiplied by itself; None without sums of several."""
-    here = Body(body)
-    if not any(e.primitive.name == "dot_general" for e in here.eqns):
+    if not multiplies_sums(body):
         return None
+    here = Body(body)
     eqns, found = [], False
     for eqn in here.eqns:
         new = _product_of_terms(here, eqn)

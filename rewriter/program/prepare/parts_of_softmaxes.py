@@ -33,6 +33,7 @@ from rewriter.program.prepare.differences_of_softmaxes import (
     derivative,
     factors_gradient,
     in_place_of,
+    multiplies_sums,
     places_of,
     scaled,
 )
@@ -100,7 +101,7 @@ def multiply_at_once(program: Any) -> Any:
 
 def changed(body: Any) -> Any:
     """A body with products of whole softmaxes; None without sums of their parts."""
-    if not any(e.primitive.name == "dot_general" for e in body.eqns):
+    if not multiplies_sums(body):
         return None
     here = Body(body)
     sums: dict[Any, Sum] = {}

@@ -39,6 +39,9 @@ def sum_each(program: Any) -> Any:
 
 def _changed(body: Any) -> Any:
     """A body whose sums of cotangents are taken one by one; None without any."""
+    added = {e.outvars[0] for e in body.eqns if e.primitive.name == "add_any"}
+    if not any(_is_sum(e) and e.invars[0] in added for e in body.eqns):
+        return None
     here, done = _Body(body), set[int]()
     eqns: list[Any] = []
     for eqn in body.eqns:
