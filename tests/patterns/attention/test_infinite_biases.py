@@ -93,6 +93,12 @@ def test_numbers_of_each_kind(bias: str, mask: str) -> None:
     check(attention(MASKS[mask], make), x)
 
 
+def test_a_row_of_infinite_scores_beside_rows_that_are_hidden_whole() -> None:
+    """Such a row is NaN, and so are gradients of all keys that it weighs."""
+    bias = np.where((np.arange(T)[:, None] == 4) & (np.arange(T) == 2), np.inf, HIDES)
+    check(attention(MASKS["chosen -1e9"]), bias)
+
+
 FINITE: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "of heads": (lambda x: x, OF_HEADS),
     "a product": (lambda x: jnp.einsum("tc,sc->ts", x, x)[None, None], OF_HEADS[0, 0]),
