@@ -36,6 +36,9 @@ FLOATS = ("float32", "bfloat16", "float16")
 STORED = ("int8", "float8_e4m3fn", "float8_e5m2")
 """Dtypes of rows in 8 bits."""
 
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""The largest number of each float of 8 bits."""
+
 ELEMENTWISE = frozenset({
     "abs", "add", "add_any", "clamp", "convert_element_type", "div", "eq", "floor",
     "ge", "gt", "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "round",
@@ -346,8 +349,24 @@ class _Builder:
         if not isinstance(value.place, Result):
             return True
         step = self.steps[value.place.index]
-        stored = step.kind == FULL and step.dtype in STORED
-        return not stored and step.dtype not in FLOATS
+        if step.kind != FULL or step.dtype not in STORED:
+            return step.dtype not in FLOATS
+        return step.dtype in LARGEST and not self.is_limited(
+            step.ins[0], LARGEST[step.dtype]
+        )
+
+    def is_limited(self, place: Place, largest: float) -> bool:
+        """Whether the program limits a value by numbers, or it is NaN.
+
+        Beyond the largest float of 8 bits devices convert to that, to inf or to NaN.
+        """
+        if not isinstance(place, Result):
+            return False
+        step = self.steps[place.index]
+        if step.name == "convert_element_type":
+            return self.is_limited(step.ins[0], largest)
+        low, high = _limits(step, self.steps)
+        return -largest <= low and high <= largest
 
     def inside(self, seed: Any) -> set[Any]:
         """The variables of the body whose equations lead to the seed."""
@@ -404,6 +423,23 @@ SPREAD = frozenset({
     (COLUMN, COLUMN), (COLUMN, FULL), (FULL, FULL),
 })  # fmt: skip
 """Kinds of values, and those that they may be repeated as."""
+
+
+def _limits(step: Step, steps: Sequence[Step]) -> tuple[float, float]:
+    """The numbers between which a step's results are; infinite where it limits none."""
+    if step.name == "clamp":
+        low, _, high = step.ins
+        if isinstance(low, Number) and isinstance(high, Number):
+            return float(low.value), float(high.value)
+    if step.name not in ("max", "min"):
+        return -math.inf, math.inf
+    numbers = [float(x.value) for x in step.ins if isinstance(x, Number)]
+    others = [x for x in step.ins if isinstance(x, Result)]
+    inner = _limits(steps[others[0].index], steps) if others else (-math.inf, math.inf)
+    if len(numbers) != 1 or math.isnan(numbers[0]):
+        return -math.inf, math.inf
+    join = max if step.name == "max" else min
+    return join(numbers[0], inner[0]), join(numbers[0], inner[1])
 
 
 def _written(eqn: Any) -> Any:

@@ -111,9 +111,9 @@ def clipped_first(y: Any) -> Any:
     return jnp.clip(y * scale, -448, 448).astype(E4M3), 1 / scale
 
 
-def unclipped(y: Any) -> Any:
+def limited(y: Any) -> Any:
     scale = jnp.max(jnp.abs(y), -1, keepdims=True) / 57344
-    return (y / scale).astype(E5M2), scale
+    return jnp.maximum(jnp.minimum(y / scale, 57344), -57344).astype(E5M2), scale
 
 
 def of_qwix(y: Any) -> Any:
@@ -134,7 +134,7 @@ NORMS = {
 QUANTIZED = {
     f.__name__: f
     for f in (
-        divided, times_the_inverse, in_its_dtype, by_ends, clipped_first, unclipped,
+        divided, times_the_inverse, in_its_dtype, by_ends, clipped_first, limited,
         of_qwix,
     )
 }  # fmt: skip
@@ -252,7 +252,7 @@ CASES = [
     ("rms_without_scale", "in_its_dtype", jnp.float16, Teams(2, 1, 2, 2, 2)),
     ("layer", "by_ends", F32, None),
     ("layer_of_squares", "clipped_first", BF16, Teams(1, 1, 4, 3, 1)),
-    ("flax_rms", "unclipped", BF16, Teams(1, 4, 1, 2)),
+    ("flax_rms", "limited", BF16, Teams(1, 4, 1, 2)),
     ("layer", "of_qwix", BF16, None),
     ("jitted", "divided", BF16, None),
     ("jitted_twice", "in_its_dtype", F32, Teams(1, 2, 1, 2)),
@@ -366,6 +366,26 @@ def test_look_alikes(quantized: Any) -> None:
         assert not found
 
 
+UNLIMITED: dict[str, Callable[[Any], Any]] = {
+    "as it is": lambda y: y.astype(E4M3),
+    "scaled": lambda y: (y * 60000 / jnp.max(jnp.abs(y), -1, keepdims=True)).astype(
+        E5M2
+    ),
+    "below": lambda y: jnp.minimum(y, 448).astype(E4M3),
+    "too far": lambda y: jnp.clip(y, -57344, 57344).astype(E4M3),
+    "by a row": lambda y: jnp.clip(y, -jnp.ones_like(y), 448).astype(E4M3),
+}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", UNLIMITED)
+def test_floats_beyond_the_largest_stay(name: str) -> None:
+    """Devices convert these to the largest number, to an infinity, or to NaN."""
+    x, scale, addend = given((8, 512), F32)
+    run = program(rms, lambda y: (UNLIMITED[name](y), y), sums=False, kept=False)
+    assert not changed(run, x, scale, addend)[1]
+
+
 @pytest.mark.usefixtures("small")
 def test_noise_is_the_programs() -> None:
     """Stochastic rounding adds the program's own numbers."""
@@ -465,7 +485,7 @@ def test_chosen_on_hopper_gpus() -> None:
     assert "in one pass" not in str(off(x, scale))
 
 
-@pytest.mark.parametrize("quantized", [divided, clipped_first, unclipped, by_ends])
+@pytest.mark.parametrize("quantized", [divided, clipped_first, limited, by_ends])
 def test_lowers_on_a_cpu(quantized: Any) -> None:
     structs = jax.eval_shape(lambda: given((8192, 2048), BF16))
     run = program(layer, quantized, sums=True, kept=False)
