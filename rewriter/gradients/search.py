@@ -246,6 +246,20 @@ def _over_what_is_named(match: Match, cut: OperandPieces) -> Match:
     return pieces if pieces and read_instead(regions, pieces, scope) else match
 
 
+def _with_more_gradients(
+    graph: Graph,
+    match: Match,
+    backward: Backward,
+    memory: ProofCache,
+    pieces: Match | None,
+) -> tuple[Match, Backward]:
+    """The match over pieces if the program has more gradients of these, else itself."""
+    found = pieces and find_backward(graph, pieces, memory)
+    if pieces and found and len(found.grads) > len(backward.grads):
+        return pieces, found
+    return match, backward
+
+
 def _over_shared_layouts(
     graph: Graph,
     match: Match,
@@ -255,10 +269,7 @@ def _over_shared_layouts(
 ) -> tuple[Match, Backward]:
     """The match over pieces, if the program has more gradients of these."""
     pieces = None if _has_all(graph, match, backward) else cut.up(match)
-    found = pieces and find_backward(graph, pieces, memory)
-    if pieces and found and len(found.grads) > len(backward.grads):
-        return pieces, found
-    return match, backward
+    return _with_more_gradients(graph, match, backward, memory, pieces)
 
 
 def _over_what_is_given(
@@ -277,10 +288,7 @@ def _over_what_is_given(
     leaves = {v for _, v in match.leaves if is_float(graph.dtype(v))}
     around = leaves - backward.grads.keys() - body.first_var.keys()
     pieces = cut.up(match, body, around) if around else None
-    found = pieces and find_backward(graph, pieces, memory)
-    if pieces and found and len(found.grads) > len(backward.grads):
-        return pieces, found
-    return match, backward
+    return _with_more_gradients(graph, match, backward, memory, pieces)
 
 
 def _over_saved_pieces(
