@@ -480,19 +480,19 @@ def all_measured(
                     print(row.name, passes, repr(problem)[:200], flush=True)
             wait([x for *_, arms in some for x in arms.values()])
             for row, passes, arms in some:
-                done.append(_printed(row, passes, arms, begun))
+                done.append(printed(row, passes, arms))
             if path:
                 record.write(path, command, rows=done)
 
 
-def _printed(row: Row, passes: str, arms: Arms, begun: float) -> dict[str, Any]:
+def printed(row: Row, passes: str, arms: Arms) -> dict[str, Any]:
+    """Returns a row's figures, or what failed, and prints them."""
     try:
         made = measured(row, passes, arms)
     except Exception as problem:
         made = {"row": row.name, "pass": passes, "failed": repr(problem)[:200]}
     wrong = "WRONG " if made.get("slower_percent", 0) > ALLOWED else ""
-    seconds = f"{time.monotonic() - begun:.0f} s"
-    print(wrong + json.dumps(made, default=str), seconds, flush=True)
+    print(wrong + json.dumps(made, default=str), flush=True)
     return made
 
 

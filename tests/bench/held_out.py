@@ -1,32 +1,34 @@
 """What is chosen for uses that nobody tuned for, against each kernel and XLA.
 
-  python3 -m tests.bench.held_out [--seed N] [--rows N] [--seconds N] [--json PATH]
+  python3 -m tests.bench.held_out [--seed N] [--rows N] [--processes N] [--json PATH]
 
 Rows are drawn by the seed: odd lengths, widths of heads, ratios of heads, masks, norms
 of odd widths, ragged dots with uneven groups. What is measured is that of
-`tests.bench.choices`.
+`tests.bench.choices`. Processes compile side by side, and measure one by one.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.bench import in_turns, record
 from tests.bench.choices import (
     BF16,
     F16,
     F32,
     Row,
-    all_measured,
     attending,
+    compiling,
     norming,
+    of_pass,
+    printed,
 )
 
 WORK = 4e11  # operations of a forward, at most
@@ -88,18 +90,38 @@ def _drawn_ragged(draws: Any) -> Row:
     return Row(name, "ragged_dot", uneven, given, ("hopper",), scores=scores)
 
 
+def measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
+    """Compiles the rows of these names, and measures each when the device is free."""
+    rows = {row.name: row for row in drawn_rows(given.seed, given.rows)}
+    done: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(2) as pool:
+        ready = []
+        for name in names:
+            for passes in (x for x in rows[name].passes if x in given.passes):
+                row = of_pass(rows[name], passes)
+                try:
+                    ready.append((row, passes, compiling(row, passes, pool)))
+                except Exception as problem:
+                    print(name, passes, repr(problem)[:200], flush=True)
+    with in_turns.turn():
+        for row, passes, arms in ready:
+            done.append({"model": row.name, **printed(row, passes, arms)})
+            in_turns.write(given.json, done)
+
+
 def main() -> None:
-    """Prints a line per row, and writes all of them."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Prints a line per row and pass, and writes all of them."""
+    parser = in_turns.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.set_defaults(passes="forward,both")
     given = parser.parse_args()
-    command = f"python3 -m tests.bench.held_out --seed {given.seed}"
-    command += f" --rows {given.rows}"
-    rows = drawn_rows(given.seed, given.rows)
-    all_measured(rows, given.seconds, given.json, command)
+    names = list({row.name: None for row in drawn_rows(given.seed, given.rows)})
+    found = in_turns.rows_of("tests.bench.held_out", names, given, measure_all)
+    if found is not None and given.json:
+        command = f"python3 -m tests.bench.held_out --seed {given.seed}"
+        command += f" --rows {given.rows}"
+        record.write(given.json, command, rows=found)
 
 
 if __name__ == "__main__":
