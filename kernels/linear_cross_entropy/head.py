@@ -13,6 +13,9 @@ from jax import lax
 
 from rewriter.kernels.shared.products import unturned
 
+ROWS = 16
+"""The weights have a multiple of so many rows where the bias is one of them."""
+
 
 @dataclass(frozen=True)
 class Head:
@@ -31,6 +34,8 @@ class Head:
         end: The class behind the last one that has a logit; columns from there on have
             none. None if all have.
         turned: Whether the weights are [v, k], as a table of embeddings is.
+        joined: The weights with the bias behind their last row, and zeros up to a
+            multiple of 16 rows: the product then has the bias. None if it has not.
     """
 
     w: jax.Array
@@ -44,6 +49,7 @@ class Head:
     start: Any = 0
     end: Any = None
     turned: bool = False
+    joined: jax.Array | None = None
 
     @property
     def classes(self) -> int:
@@ -73,19 +79,39 @@ class Head:
         least = min(end, self.end) if known else jnp.minimum(end, self.end)
         return dataclasses.replace(self, end=least)
 
+    def with_bias_joined(self) -> Head:
+        """The same with products that have the bias, of weights with one more row."""
+        if self.bias is None:
+            return self
+        axis = 1 - self.axis
+        k = self.w.shape[axis]
+        row = jnp.expand_dims(self.bias.astype(self.w.dtype), axis)
+        more = [(0, 0), (0, 0)]
+        more[axis] = (0, -(k + 1) % ROWS)
+        joined = jnp.pad(jnp.concatenate((self.w, row), axis), more)
+        return dataclasses.replace(self, joined=joined)
+
     def chunk(self, start: Any, size: int) -> Head:
         """The same for some of the classes; `start` is the first's column."""
-        w = lax.dynamic_slice_in_dim(self.w, start, size, self.axis)
-        bias = self.bias
-        if bias is not None:
-            bias = lax.dynamic_slice_in_dim(bias, start, size)
-        return dataclasses.replace(self, w=w, bias=bias, start=self.start + start)
+        cut = lambda a, axis: (
+            None if a is None else lax.dynamic_slice_in_dim(a, start, size, axis)
+        )
+        return dataclasses.replace(
+            self, w=cut(self.w, self.axis), bias=cut(self.bias, 0),
+            joined=cut(self.joined, self.axis), start=self.start + start,
+        )  # fmt: skip
 
     def product(self, x: jax.Array) -> jax.Array:
         """Rows [n, k] times the weights, as they are held."""
+        w = self.w
+        if self.joined is not None:
+            w, k = self.joined, x.shape[1]
+            one = (jnp.arange(w.shape[1 - self.axis] - k) == 0).astype(x.dtype)
+            ones = jnp.broadcast_to(one, (x.shape[0], one.size))
+            x = jnp.concatenate((x, ones), 1)
         return lax.dot_general(
             unturned(x),
-            self.w,
+            w,
             (((1,), (1 - self.axis,)), ((), ())),
             precision=self.precision,
             preferred_element_type=self.held,
@@ -95,7 +121,8 @@ class Head:
         """Logits of a product, in the wide dtype; -inf in padding."""
         y = product.astype(self.wide)
         y = y * self.scale if self.scale != 1 else y
-        y = y if self.bias is None else y + self.bias.astype(self.wide)
+        if self.bias is not None and self.joined is None:
+            y = y + self.bias.astype(self.wide)
         y = self.soft_cap * jnp.tanh(y / self.soft_cap) if self.soft_cap else y
         return self._inside(y, -jnp.inf)
 

@@ -45,7 +45,7 @@ multiprocessor, and the L2 cache holds the rows of all."""
 
 
 def supports(spec: Spec) -> Verdict:
-    """Takes plain logits of known sizes: no bias, and no soft cap."""
+    """Takes plain logits of known sizes: without a soft cap, maybe with a bias."""
     base = known_sizes(spec, xla.supports)
     if not base.ok:
         return base
@@ -54,8 +54,7 @@ def supports(spec: Spec) -> Verdict:
         if spec.dtype(name) not in DTYPES:
             text = f"{name} is {spec.dtype(name)}, expected one of {', '.join(DTYPES)}"
             found.append(no("dtype", text))
-    if spec.has("bias"):
-        found.append(no("bias", "a bias is not supported"))
+    found.append(_bias(spec))
     if spec.param("soft_cap", 0.0):
         found.append(no("soft_cap", "a soft cap is not supported"))
     if spec.param("reduced", False):
@@ -65,6 +64,22 @@ def supports(spec: Spec) -> Verdict:
     verdict = all_of(*found)
     module = "rewriter.kernels.cross_entropy.hopper_rows"
     return importable(module) if verdict.ok else verdict
+
+
+def _bias(spec: Spec) -> Verdict:
+    """Takes a bias that is one more row of the weights: of their dtype, unscaled.
+
+    Products of 32 bits may round what they are given, and would round the bias.
+    """
+    if not spec.has("bias"):
+        return YES
+    dtypes = {spec.dtype(name) for name in ("x", "w", "bias")}
+    if len(dtypes) > 1 or jnp.dtype(spec.dtype("bias")).itemsize != 2:
+        text = "a bias is supported if it, x and w have one dtype of 16 bits"
+        return no("bias", f"{text}, got {', '.join(sorted(dtypes))}")
+    if spec.param("scale", 1.0) != 1:
+        return no("bias", "a bias is not supported beside a scale of the product")
+    return YES
 
 
 def _form(head: Head, loss: Loss | None = None) -> Any:
@@ -104,11 +119,12 @@ def picked(head: Head, product: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def replaces(head: Head, loss: Loss) -> bool:
-    """Whether `replaced` takes a loss: of aligned classes, and without their mean."""
+    """Whether `replaced` takes a loss: aligned classes, no bias, and not their mean."""
     from rewriter.kernels.shared import work_stealing
 
     able = work_stealing.AVAILABLE
-    return able and not (head.classes % chunks.EVEN or loss.label_smoothing)
+    plain = head.bias is None and not loss.label_smoothing
+    return able and plain and head.classes % chunks.EVEN == 0
 
 
 def replaced(head: Head, loss: Loss, known: Rows) -> tuple[jax.Array, jax.Array]:
@@ -150,19 +166,21 @@ STEPS = xla.Steps(reduced, gradients, replaced, replaces)
 
 def forward(*, config: Chunk | None = None, **given: Any) -> Any:
     """Returns the losses, logits read once; see `xla.forward`."""
-    return xla.forward(**given, config=config or chunks.LARGE, steps=STEPS)
+    config = config or chunks.LARGE
+    return xla.forward(**given, config=config, steps=STEPS, join_bias=True)
 
 
 def backward(*, config: Chunk | None = None, **given: Any) -> dict[str, jax.Array]:
     """Returns the cotangents, given sums: XLA reads logits once, too."""
-    return xla.backward(**given, config=config or chunks.LARGE)
+    return xla.backward(**given, config=config or chunks.LARGE, join_bias=True)
 
 
 def together(
     *, config: Chunk | None = None, **given: Any
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns losses and cotangents, from logits that are computed once."""
-    return xla.together(**given, config=config or chunks.LARGE, steps=STEPS)
+    config = config or chunks.LARGE
+    return xla.together(**given, config=config, steps=STEPS, join_bias=True)
 
 
 MEASURED = 32768
@@ -222,6 +240,6 @@ KERNEL = HOPPER.kernel(
         profitable, by_rule=False, estimate=estimate, margin=margin,
         modelled=modelled,
     ),
-    SPACE, SPACE, version=2,
+    SPACE, SPACE, version=3,
     together=together, saves=xla.KERNEL.traits.saves, swaps=(("w", 0, 1),),
 )  # fmt: skip

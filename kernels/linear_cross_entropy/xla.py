@@ -168,13 +168,17 @@ def head_and_loss(
     config: Chunk,
     swapped: Sequence[str] = (),
     *,
+    join_bias: bool = False,
     scale: float = 1.0,
     soft_cap: float = 0.0,
     precision: str | None = None,
     logits_dtype: str | None = None,
     **loss: Any,
 ) -> tuple[Head, Loss]:
-    """What makes logits, and what a loss is of them, by the op's parameters."""
+    """What makes logits, and what a loss is of them, by the op's parameters.
+
+    With `join_bias` products have the bias, see `Head.joined`.
+    """
     plain = jnp.result_type(x, w)
     narrow = jnp.dtype(logits_dtype) if logits_dtype else plain
     wide = jnp.promote_types(plain, jnp.float32)
@@ -186,6 +190,7 @@ def head_and_loss(
         start, turned=turned,
     )  # fmt: skip
     head = head.padded(chunks.padded(classes, config))
+    head = head.with_bias_joined() if join_bias else head
     return head.before(used) if used else head, Loss(classes, **loss)
 
 
@@ -362,6 +367,8 @@ def together(
             value, d = steps.gradients(head, loss, known)
             dtypes = {"x": x.dtype} | {n: s.dtype for n, s in sums.items()}
             found = head.back_of_narrow(part["x"], d, dtypes)
+            if head.bias is not None:
+                found["bias"] = d.sum(0, dtype=head.wide).astype(dtypes["bias"])
             sums = {n: s + found[n] if added else found[n] for n, s in sums.items()}
             return sums, {"x": found["x"], "out": value}
         row, picked, below = steps.reduced(head, product, loss.picks(hits))

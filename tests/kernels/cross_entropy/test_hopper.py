@@ -37,25 +37,38 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 # ------------------------------------------------------------------ what it takes
-def spec(shape: Any = (8, 16, 2048), dtype: str = "bfloat16", **params: Any) -> Any:
+def spec(
+    shape: Any = (8, 16, 2048),
+    dtype: str = "bfloat16",
+    bias: str | None = None,
+    **params: Any,
+) -> Any:
     n, k, v = shape
     given = {
         "x": jax.ShapeDtypeStruct((n, k), dtype),
         "w": jax.ShapeDtypeStruct((k, v), dtype),
         "labels": jax.ShapeDtypeStruct((n,), "int32"),
     }
+    if bias:
+        given["bias"] = jax.ShapeDtypeStruct((v,), bias)
     return spec_of(registry().op("linear_cross_entropy"), given, params)
 
 
 def test_supports() -> None:
     kernel = registry().kernel("linear_cross_entropy", "hopper")
-    for given in (spec(), spec((3, 5, 50257)), spec(dtype="float32", z_loss=0.1)):
+    for given in (
+        spec(), spec((3, 5, 50257)), spec(dtype="float32", z_loss=0.1),
+        spec(bias="bfloat16"),
+    ):  # fmt: skip
         assert kernel.supports(given).ok
     for given, why in (
         (spec((8, 16, 1000)), "1000 classes, fewer than 1024"),
         (spec(dtype="float64"), "x is float64"),
         (spec(soft_cap=30.0), "a soft cap is not supported"),
         (spec(reduced=True), "a vocabulary split over devices"),
+        (spec(bias="float32"), "one dtype of 16 bits, got bfloat16, float32"),
+        (spec(dtype="float32", bias="float32"), "one dtype of 16 bits, got float32"),
+        (spec(bias="bfloat16", scale=0.5), "beside a scale of the product"),
     ):
         verdict = kernel.supports(given)
         assert not verdict.ok
@@ -199,25 +212,30 @@ def check_loss(how: dict[str, Any], given: Any, config: Chunk, limit: float) -> 
     """Losses and gradients, together and one after the other, against float64."""
     kernel = registry().kernel("linear_cross_entropy", "hopper")
     op, up = kernel_op(), jnp.linspace(0.1, 1, given["labels"].size)
+    floats = {n: a for n, a in given.items() if n != "labels"}
+    labels, more = given["labels"], {"config": config, **how}
     made = jax.jit(
-        lambda x, w: kernel.together(
-            x=x, w=w, labels=given["labels"], cotangent=up, config=config, **how
-        )
-    )(given["x"], given["w"])
-    alone = kernel.forward(**given, config=config, **how)
+        lambda floats: kernel.together(**floats, labels=labels, cotangent=up, **more)
+    )(floats)
+    alone, saved = kernel.forward(**given, residuals=True, **more)
+    later = kernel.backward(
+        **given, out=None, residuals=saved, cotangent=up, **more
+    )  # the plain kernel's, from the sums
     with jax.enable_x64(True):
-        wide = {n: jnp.asarray(given[n], jnp.float64) for n in ("x", "w")}
-        of = lambda x, w: op.reference(x=x, w=w, labels=given["labels"], **how)
-        want, back = jax.vjp(of, *wide.values())
-        wanted = [np.asarray(g) for g in back(jnp.asarray(up, jnp.float64))]
-        want = np.asarray(want)
+        wide = {n: jnp.asarray(a, jnp.float64) for n, a in floats.items()}
+        of = lambda floats: op.reference(**floats, labels=labels, **how)
+        want, back = jax.vjp(of, wide)
+        (wanted,) = back(jnp.asarray(up, jnp.float64))
+        want, wanted = np.asarray(want), {n: np.asarray(g) for n, g in wanted.items()}
     np.testing.assert_allclose(made[0], want, limit, limit)
     np.testing.assert_allclose(alone, want, limit, limit)
     if np.isnan(want).any():
         return
-    for name, exact in zip(("x", "w"), wanted, strict=True):
-        error = np.linalg.norm(np.asarray(made[1][name], np.float64) - exact)
-        assert error <= limit * np.linalg.norm(exact), name
+    for name, exact in wanted.items():
+        for found in (made[1], later):
+            assert found[name].shape == exact.shape
+            error = np.linalg.norm(np.asarray(found[name], np.float64) - exact)
+            assert error <= limit * np.linalg.norm(exact), name
 
 
 def kernel_op() -> Any:
@@ -231,6 +249,29 @@ def test_losses_simulated(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = drawn(8, 4, 1037, "float32")
     config = Chunk(4 * 1152 * 4, 4, True, 128, True)
     check_loss(LOSSES[loss], given, config, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "blocks"),
+    [("plain", 1), ("plain", 2), ("fewer classes", 2), ("zero outside", 2),
+     ("label_smoothing", 2)],
+)  # fmt: skip
+def test_biases_simulated(
+    loss: str, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bias is a row of weights, also where it is -inf; its gradient is a sum."""
+    on_the_simulator(monkeypatch)
+    given = with_bias(drawn(8, 4, 1037, "bfloat16"))
+    config = Chunk(8 // blocks * 1152 * 2, 4, True, 128, True)
+    check_loss(LOSSES.get(loss, {loss: 0.1}), given, config, 2e-2)
+
+
+def with_bias(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The same with a bias, which hides the class of a number that is no label."""
+    x, v = given["x"], given["w"].shape[1]
+    bias = jax.random.normal(jax.random.key(3), (v,)).astype(x.dtype)
+    hidden = jnp.setdiff1d(jnp.arange(v), given["labels"])[5]
+    return {**given, "bias": bias.at[hidden].set(-INF)}
 
 
 @pytest.mark.parametrize("beside", [0, 2])
@@ -282,6 +323,16 @@ def test_losses(loss: str, dtype: str) -> None:
     limit = 2e-2 if dtype == "bfloat16" else 2e-3
     with jax.default_matmul_precision("highest"):
         check_loss(LOSSES[loss], given, config, limit)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("loss", ["plain", "fewer classes", "clipped labels"])
+@pytest.mark.parametrize("size", [(1024, 256, 5003), (512, 768, 30522)])
+def test_biases(size: tuple[int, int, int], loss: str) -> None:
+    given = with_bias(drawn(*size, "bfloat16"))
+    config = Chunk(256 * -(-size[2] // 128) * 128 * 2, 64, True, 128, True)
+    check_loss(LOSSES[loss], given, config, 2e-2)
 
 
 @pytest.mark.gpu
