@@ -33,3 +33,6 @@ OPS = {
 
 ROWS = "quantized_rows"
 """The folder of the kernel that computes programs of rows, which are no op."""
+
+ELEMENTWISE = "activations"
+"""The folder of the kernel that computes elementwise functions, which are no op."""

@@ -138,6 +138,35 @@ class Program:
             known.append(_range(line, [_range_of(x, known) for x in line.ins]))
         return known
 
+    @property
+    def contracted(self) -> dict[int, int]:
+        """Sums of float32, each with the product that nothing else reads, by index.
+
+        Example:
+            >>> import jax
+            >>> program(jax.make_jaxpr(lambda x: x * x + 1.0)(1.0)).contracted
+            {1: 0}
+        """
+        readers: dict[int, int] = dict.fromkeys(
+            (x for x in self.outs if isinstance(x, int)), 2
+        )
+        for at in self.needed:
+            for x in self.lines[at].ins:
+                if isinstance(x, int):
+                    readers[x] = readers.get(x, 0) + 1
+        found = {}
+        for at in sorted(self.needed - self.decisive):
+            line = self.lines[at]
+            if line.name not in ("add", "add_any") or line.out != "float32":
+                continue
+            for x in line.ins:
+                own = x - self.given if isinstance(x, int) else -1
+                alone = own >= 0 and readers[own + self.given] == 1
+                if alone and self.lines[own].name == "mul":
+                    found[at] = own
+                    break
+        return found
+
     def supports(self) -> Verdict:
         """Returns whether kernels compute it."""
         texts = dict.fromkeys(self.lines[i].refused for i in sorted(self.needed))

@@ -25,6 +25,7 @@ from rewriter.kernels.shared.elementwise_fast import (
 from rewriter.kernels.shared.register_tiles import (
     by_number,
     constant,
+    fused,
     mapped,
     rounded,
 )
@@ -40,6 +41,7 @@ def evaluate(
     given: Sequence[Any],
     ranges: Sequence[Range] = (),
     uniform: Collection[int] = (),
+    contract: bool = False,
 ) -> list[Any]:
     """Returns what a program gives for each number of some tiles.
 
@@ -49,11 +51,13 @@ def evaluate(
             dtype are held as float32, bool as one bit.
         ranges: The ranges of those that are integers.
         uniform: The indices of those that are the same for all numbers.
+        contract: Whether a product and the sum that alone reads it are rounded once.
 
     Returns:
         Tiles of that kind.
     """
     like, known = given[0], dict(enumerate(given))
+    products = program.contracted if contract else {}
     same = program.uniform(uniform)
     ranges = program.ranges([*ranges, *[None] * (len(given) - len(ranges))])
 
@@ -63,7 +67,14 @@ def evaluate(
         return known[place]
 
     for at, line in enumerate(program.lines):
-        if at in program.needed:
+        if at in program.needed and at not in products.values():
+            if at in products:
+                product, more = program.lines[products[at]], line.ins
+                first = program.given + products[at]
+                other = more[1] if more[0] == first else more[0]
+                factors = [read(x) for x in product.ins]
+                known[program.given + at] = fused(*factors, read(other))
+                continue
             ins = [read(x) for x in line.ins]
             if is_small(line, ranges):
                 made = small_to_float(ins[0])

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from rewriter import errors
-from rewriter.kernels.index import OPS, ROWS
+from rewriter.kernels.index import ELEMENTWISE, OPS, ROWS
 from rewriter.ops.kernel import Kernel
 from rewriter.ops.op import Op
 from rewriter.patterns.index import COUNTED, LOOK_ALIKES, PATTERNS
@@ -241,3 +241,8 @@ def look_alikes() -> Callable[[Any], Iterator[Any]]:
 def row_kernel() -> Any:
     """Returns the kernel of programs of rows; see `rewriter.ops.row_program`."""
     return importlib.import_module(f"rewriter.kernels.{ROWS}").KERNEL
+
+
+def elementwise_kernel() -> Any:
+    """Returns the kernel of elementwise functions; see `elementwise_program`."""
+    return importlib.import_module(f"rewriter.kernels.{ELEMENTWISE}").KERNEL

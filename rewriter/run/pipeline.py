@@ -8,6 +8,7 @@ from __future__ import annotations
 from rewriter.program import fold
 from rewriter.program.prepare import slices_before_loops
 from rewriter.rewrite.passes import (
+    activations,
     aligned_products,
     erfc_in_16_bits,
     quantized_rows,
@@ -130,6 +131,12 @@ PASSES = (
     Pass("checkpoint_policies", steps.keep_checkpoint_policies, lambda p: p.replaced),
     beside_sites(recompute.PASS, lambda p: p.replaced),
     beside_sites(recompute_activations.PASS, lambda p: p.replaced),
+    beside_sites(
+        activations.PASS,
+        lambda p: (
+            bool(activations.WANTED & p.primitives) and not (p.spread or p.strict)
+        ),
+    ),
     beside_sites(erfc_in_16_bits.PASS, lambda p: p.replaced and not p.strict),
     Pass(
         "packed_operands",

@@ -1,18 +1,20 @@
 """A primitive for equations of rows that one kernel computes in a pass over memory.
 
-It takes arrays and returns the results of a `RowProgram`. Under `jax.vmap`, in
-derivatives, on several devices and on other platforms it is the program's own
-equations.
+It takes arrays and returns the results of a `RowProgram` or an `ElementwiseProgram`.
+Under `jax.vmap`, in derivatives, on several devices and on other platforms it is the
+program's own equations.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad
 
+from rewriter.ops.elementwise_program import ElementwiseKernel, ElementwiseProgram
 from rewriter.ops.kernel import Kernel
 from rewriter.ops.op import Op
 from rewriter.ops.row_program import COLUMN, FULL, ROW, RowKernel, RowProgram
@@ -24,10 +26,13 @@ rows_p = Primitive("rewriter_rows")
 rows_p.multiple_results = True
 
 
-def use_of(kernel: RowKernel, program: RowProgram) -> Use:
+Program = RowProgram | ElementwiseProgram
+
+
+def use_of(kernel: RowKernel | ElementwiseKernel, program: Program) -> Use:
     """Returns the use of a kernel for a program of rows."""
     return Use(
-        _OP,
+        _op(kernel.kernel.op),
         (),
         (("program", program),),
         tuple((platform, kernel.kernel) for platform in kernel.kernel.platforms),
@@ -39,7 +44,9 @@ def _as_written(**given: Any) -> Any:
     raise NotImplementedError(f"equations of rows have no reference: {sorted(given)}")
 
 
-_OP = Op("quantized_rows", (), "... d", _as_written)
+@functools.cache
+def _op(name: str) -> Op:
+    return Op(name, (), "... d", _as_written)
 
 
 def _composed(*, use: Use, equations: ClosedJaxpr) -> Callable[..., Sequence[Any]]:
@@ -57,7 +64,7 @@ def _made(
 ) -> Callable[..., Sequence[Any]]:
     if kernel is None:
         return jaxpr_as_fun(equations)
-    program: RowProgram = dict(use.params)["program"]
+    program: Program = dict(use.params)["program"]
     outs, kinds = equations.out_avals, [kind for kind, _ in program.inputs]
 
     def run(*args: Any) -> list[Any]:

@@ -25,6 +25,7 @@ from rewriter.ops.device import Device
 from rewriter.ops.registry import row_kernel
 from rewriter.program.equations import Equations
 from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
+from rewriter.rewrite.ordering import in_order
 from rewriter.rewrite.row_regions import Region, region, seeds
 from rewriter.site import row_site
 
@@ -99,7 +100,7 @@ def _replaced(body: Any, equations: Equations, found: Region) -> Any:
         params={"use": use, "equations": whole},
     )
     rest = [e for i, e in enumerate(equations.eqns) if i not in inside]
-    ordered = _in_order(rest, new)
+    ordered = in_order(rest, new)
     if ordered is None:
         return None
     return _jax.with_equations(body, ordered, equations.outs)
@@ -127,39 +128,6 @@ def _free(eqns: Sequence[Any], first: Sequence[Any]) -> list[Any]:
     made = {v for e in eqns for v in e.outvars}
     read = (v for e in eqns for v in e.invars if not _jax.is_literal(v))
     return list(dict.fromkeys([*first, *(v for v in read if v not in made)]))
-
-
-def _in_order(rest: Sequence[Any], new: Any) -> list[Any] | None:
-    """The equations with another one among them: each after what it reads.
-
-    Returns:
-        None if there is no such order, or if effects would move.
-    """
-    makers = {v: e for e in (*rest, new) for v in e.outvars}
-    ordered: list[Any] = []
-    begun: set[int] = set()
-    ended: set[int] = set()
-    for first in (*rest, new):
-        stack = [first]
-        while stack:
-            eqn = stack[-1]
-            if id(eqn) in ended:
-                stack.pop()
-                continue
-            wanted = [
-                makers[v]
-                for v in eqn.invars
-                if not _jax.is_literal(v) and v in makers and id(makers[v]) not in ended
-            ]
-            if not wanted:
-                ended.add(id(eqn))
-                ordered.append(stack.pop())
-                continue
-            if id(eqn) in begun or any(e.effects for e in wanted):
-                return None
-            begun.add(id(eqn))
-            stack += wanted
-    return ordered
 
 
 PASS = BodyPass(Joined, _changed, frozenset({"cuda"}))

@@ -19,7 +19,9 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import jaxpr_as_fun
 
+from rewriter.kernels.activations import hopper_kernel as activations
 from rewriter.kernels.attention.hopper import (
     averaged_rows,
     backward_inputs,
@@ -380,6 +382,19 @@ def simulated_norms() -> Iterator[None]:
     with _replaced(kernels, pallas_gpu) as patch:
         _replace_rows(patch)
         _replace_tiles(patch)
+        yield
+
+
+@contextmanager
+def simulated_activations() -> Iterator[None]:
+    """Within, those of activations do; JAX computes their functions."""
+
+    def applied(scalars: Any, tiles: Sequence[np.ndarray]) -> np.ndarray:
+        return np.asarray(jax.vmap(jaxpr_as_fun(scalars))(*tiles)[0])
+
+    with _replaced((activations,), pallas_gpu) as patch:
+        _replace_rows(patch)
+        patch.setattr(activations, "applied", applied)
         yield
 
 
