@@ -16,6 +16,7 @@ from rewriter.kernels.attention.hopper import scored as hopper_scored
 from rewriter.kernels.attention.hopper_decode import paged
 from rewriter.kernels.attention.hopper_latent import absorbed as hopper_absorbed
 from rewriter.kernels.attention.hopper_latent import paged as paged_latent
+from rewriter.kernels.attention.fills import with_fills
 from rewriter.kernels.attention.op import EXPANDED as EXPANDED
 from rewriter.kernels.attention.op import LATENT as LATENT
 from rewriter.kernels.attention.op import OP as OP
@@ -48,6 +49,12 @@ _OF_PAGES = (
     paged_latent.KERNEL, in_float32(joined_pages.KERNEL),
 )  # fmt: skip
 
-KERNELS = (
-    *(with_row_biases(with_overflow(kernel)) for kernel in _OF_ARRAYS), *_OF_PAGES,
+_BY_TILES = {x.op: in_float32(x) for x in (xla.KERNEL, with_score.KERNEL)}
+"""Kernels that weigh hidden keys, by op."""
+
+KERNELS = tuple(
+    with_fills(kernel, _BY_TILES.get(kernel.op))
+    for kernel in (
+        *(with_row_biases(with_overflow(kernel)) for kernel in _OF_ARRAYS), *_OF_PAGES,
+    )
 )  # fmt: skip
