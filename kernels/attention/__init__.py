@@ -12,11 +12,11 @@ from rewriter.kernels.attention import (
     tpu_pages,
     xla,
 )
+from rewriter.kernels.attention.fills import with_fills
 from rewriter.kernels.attention.hopper import scored as hopper_scored
 from rewriter.kernels.attention.hopper_decode import paged
 from rewriter.kernels.attention.hopper_latent import absorbed as hopper_absorbed
 from rewriter.kernels.attention.hopper_latent import paged as paged_latent
-from rewriter.kernels.attention.fills import with_fills
 from rewriter.kernels.attention.op import EXPANDED as EXPANDED
 from rewriter.kernels.attention.op import LATENT as LATENT
 from rewriter.kernels.attention.op import OP as OP

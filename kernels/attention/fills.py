@@ -65,7 +65,7 @@ def with_fills(kernel: Kernel, by_tiles: Kernel | None) -> Kernel:
         if fill is None:
             return first(**given)
         again = functools.partial(by_tiles.forward, **_plain(given), fill=fill)
-        return _either(may_reach(given, fill), lambda: first(**given), again)
+        return either(may_reach(given, fill), lambda: first(**given), again)
 
     def backward(**given: Any) -> Mapping[str, Array]:
         assert second is not None
@@ -81,7 +81,7 @@ def with_fills(kernel: Kernel, by_tiles: Kernel | None) -> Kernel:
             grads = dict(by_tiles.backward(**rest))
             return grads | ({"joined": join(grads, joined)} if joined else {})
 
-        return _either(may_reach(given, fill), lambda: second(**given), again)
+        return either(may_reach(given, fill), lambda: second(**given), again)
 
     backward = functools.wraps(second)(backward) if second else None
     return replace(kernel, forward=forward, backward=backward)
@@ -106,9 +106,7 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in given.items() if name not in LAYOUT}
 
 
-def _either(
-    reaches: Array, usual: Callable[[], Any], again: Callable[[], Any]
-) -> Any:
+def either(reaches: Array, usual: Callable[[], Any], again: Callable[[], Any]) -> Any:
     """Returns what one of two functions gives, which need not have the same form."""
     made: list[Any] = []
 

@@ -27,8 +27,19 @@ OPEN = "the numbers of an argument say so"
 
 _MOVING = frozenset({"transpose", "gather", "reshape"})
 _LOGARITHMS = frozenset({"log", "log1p"})
-_OPAQUE = frozenset({"cond", "while", "scan", "dynamic_update_slice", "pure_callback",
-                     "io_callback", "top_k", "custom_root", "custom_linear_solve"})
+_OPAQUE = frozenset(
+    {
+        "cond",
+        "while",
+        "scan",
+        "dynamic_update_slice",
+        "pure_callback",
+        "io_callback",
+        "top_k",
+        "custom_root",
+        "custom_linear_solve",
+    }
+)
 _OF_ITS_OPERANDS = (
     LAYOUT_PRIMITIVES
     | TRANSPARENT

@@ -24,6 +24,10 @@ from rewriter.support.assumptions import FINITE
 MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
 _WORDS = {"unknown": "what is not known here"}
 AVERAGED = frozenset({"mean", "mean_passing"})
+WEIGHED = frozenset({
+    "where a bias of -inf hides all other keys of a row, masked ones are weighed, as "
+    f"written; assume=({FINITE!r},) leaves that out"
+})  # fmt: skip
 CHANGED = frozenset({"rows without keys give something else than before"})
 
 
@@ -77,7 +81,7 @@ def _weighing(softmax: Softmax, operands: Operands, rows: Rows) -> dict[str, Any
     if hidden or row.score is None or not math.isfinite(row.score) or not alike:
         raise _infinite("it is an argument")
     fill = SWALLOWS if row.adds and _is_rounded(softmax) else abs(row.score)
-    return {"give": give, "fill": -fill}
+    return {"give": give, "fill": -fill, "notes": rows.notes | WEIGHED}
 
 
 def _is_rounded(softmax: Softmax) -> bool:
@@ -85,7 +89,9 @@ def _is_rounded(softmax: Softmax) -> bool:
 
     There a fill may absorb scores that it does not absorb in float32.
     """
-    dtypes = map(softmax.find.graph.dtype, softmax.find.below(softmax.scores, softmax.value))
+    dtypes = map(
+        softmax.find.graph.dtype, softmax.find.below(softmax.scores, softmax.value)
+    )
     return any(kind_of(x) == "f" and x.itemsize < 4 for x in dtypes)
 
 
