@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 FILL = "fill"
 """The op's parameter: the score of hidden keys, or None if no row can weigh them."""
 
+PASSES = "fill_passes"
+"""The op's parameter: whether it is added to their scores, and not chosen."""
+
 ADDED = ("bias", "alibi", *ARRAYS, *TABLES)
 """Operands that may make scores infinite."""
 
@@ -61,20 +64,20 @@ def with_fills(kernel: Kernel, by_tiles: Kernel | None) -> Kernel:
 
     @functools.wraps(first)
     def forward(**given: Any) -> Any:
-        fill = given.pop(FILL, None)
-        if fill is None:
+        own = {FILL: given.pop(FILL, None), PASSES: given.pop(PASSES, False)}
+        if (fill := own[FILL]) is None:
             return first(**given)
-        again = functools.partial(by_tiles.forward, **_plain(given), fill=fill)
+        again = functools.partial(by_tiles.forward, **_plain(given), **own)
         return either(may_reach(given, fill), lambda: first(**given), again)
 
     def backward(**given: Any) -> Mapping[str, Array]:
         assert second is not None
         assert by_tiles.backward is not None
-        fill = given.pop(FILL, None)
-        if fill is None:
+        own = {FILL: given.pop(FILL, None), PASSES: given.pop(PASSES, False)}
+        if (fill := own[FILL]) is None:
             return second(**given)
         saved = tuple(_as_sums(x) for x in given["residuals"])
-        rest = {**_plain(given), "residuals": saved, FILL: fill}
+        rest = {**_plain(given), **own, "residuals": saved}
         joined = given.get("joined")
 
         def again() -> dict[str, Array]:

@@ -42,12 +42,12 @@ def assembled(softmax: Softmax) -> Reading:
         give = "zero"  # no row is empty, but some may be NaN
     empty = {} if give is None else {"empty_rows": give}
     if rows.fill is not None:
-        empty["fill"] = rows.fill
+        empty |= {"fill": rows.fill, "fill_passes": rows.fill_passes}
     floats = {} if unshifted is None else {"unshifted": unshifted}
     weights = read_weights(softmax)
     digits = {} if weights is None else {"weights": weights}
     kept = {"rows whose exponentials overflow are NaN, as written"} if floats else set()
-    plain = {"empty_rows": "nan", "fill": None}
+    plain = {"empty_rows": "nan", "fill": None, "fill_passes": False}
     check = {name: plain[name] for name in empty} | dict.fromkeys(floats)
     dtype = str(softmax.find.graph.dtype(softmax.value))
     form = softmax.form

@@ -40,11 +40,13 @@ class Rows:
             such row, or the op gives the same anyway.
         notes: What floats will see.
         fill: The score of hidden keys, if other keys of a row may all be -inf.
+        fill_passes: Whether it is added to their scores, which have a gradient then.
     """
 
     give: str | None
     notes: Set[str] = frozenset()
     fill: float | None = None
+    fill_passes: bool = False
 
 
 def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) -> Rows:
@@ -81,7 +83,8 @@ def _weighing(softmax: Softmax, operands: Operands, rows: Rows) -> dict[str, Any
     if hidden or row.score is None or not math.isfinite(row.score) or not alike:
         raise _infinite("it is an argument")
     fill = SWALLOWS if row.adds and _is_rounded(softmax) else abs(row.score)
-    return {"give": give, "fill": -fill, "notes": rows.notes | WEIGHED}
+    passes = give == "mean_passing"
+    return {"fill": -fill, "fill_passes": passes, "notes": rows.notes | WEIGHED}
 
 
 def _is_rounded(softmax: Softmax) -> bool:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.empty_rows import PASSING
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
 from rewriter.kernels.attention.stored_form import added_to
 from rewriter.kernels.attention.visibility import Visibility
@@ -59,7 +58,7 @@ class Problem:
     widen_v: str | None = None
     fill: float | None = None
     """The score of hidden keys, which are then weighed like others."""
-    fill_is_added: bool = False
+    fill_passes: bool = False
     """Whether it is added to their scores, and a gradient passes to these."""
 
     @property
@@ -133,6 +132,7 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
         "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
         "empty_rows": "nan", "out_dtype": None, "score": None, "widen_k": None,
         "widen_v": None, "normalisation": SOFTMAX, "divisor": None, "fill": None,
+        "fill_passes": False,
     }  # fmt: skip
     arrays = {"q": q, "k": k, "v": v}
     sizes = sizes_of(q, k, given.pop("config", None) or DEFAULT)
@@ -142,7 +142,6 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
         elif value is not None:
             arrays[name] = value
     if params["fill"] is not None:  # a row without scores is as written, then
-        params["fill_is_added"] = params["empty_rows"] == PASSING
         params["empty_rows"] = "nan"
     params["out_dtype"] = jnp.dtype(params["out_dtype"] or q.dtype)
     floats = [x.dtype for x in (q, k, v) if x.dtype.name not in FEW_BITS]

@@ -246,13 +246,13 @@ class Tile:
         if not shown:
             return x
         keep = functools.reduce(operator.and_, shown)
-        more = x if self.p.fill_is_added else 0
+        more = x if self.p.fill_passes else 0
         return jnp.where(keep, x, more + self.p.fill)
 
     def only_seen(self, x: Array) -> Array:
         """Returns x [c, r, s] with 0 for hidden keys, even instead of NaN."""
         apart = self.by_head(x)
-        for seen in self.fresh() if self.p.fill_is_added else self.seen():
+        for seen in self.fresh() if self.p.fill_passes else self.seen():
             apart = jnp.where(seen, apart, 0)
         return apart.reshape(x.shape)
 

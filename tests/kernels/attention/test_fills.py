@@ -72,7 +72,7 @@ def check(kernel: Kernel, dtype: str, fill: float, added: bool, lost: bool) -> N
     up, wide = named.pop("up"), {n: x.astype(np.float32) for n, x in named.items()}
     want, pull = jax.vjp(as_written(fill, added), *wide.values())
     given = {"scale": 0.25, "window": (None, 0), "shift": 2, "fill": fill}
-    given["empty_rows"] = "mean_passing" if added else "mean"
+    given["fill_passes"] = added
     out, saved = kernel.forward(**named, **given, residuals=True)
     alone = kernel.forward(**named, **given)
     close = {"rtol": 0, "atol": 1e-4 if dtype == "float32" else 4e-2}

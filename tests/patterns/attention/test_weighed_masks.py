@@ -38,9 +38,11 @@ MASKS: dict[str, Callable[[Any], Any]] = {
 }
 FILLS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "chosen": lambda s, b, m: jnp.where(m, s + b, -1e9),
-    "chosen lowest": lambda s, b, m: jnp.where(m, s + b, LOW),
+    "chosen lowest": lambda s, b, m: jnp.where(m, s + b, jnp.finfo(s.dtype).min),
     "added": lambda s, b, m: s + b + jnp.where(m, 0.0, -1e9),
-    "added lowest": lambda s, b, m: s + (b + jnp.where(m, 0.0, LOW)),
+    "added lowest": lambda s, b, m: (
+        s + (b + jnp.where(m, 0.0, float(jnp.finfo(s.dtype).min)).astype(s.dtype))
+    ),
     "by a product": lambda s, b, m: s + b + (1.0 - m) * -1e10,
     "chosen before": lambda s, b, m: jnp.where(m, s, -1e9) + b,
 }
