@@ -33,6 +33,7 @@ from rewriter.kernels.attention.xla import latent as joined_latent
 from rewriter.kernels.attention.xla import paged_latent as joined_pages
 from rewriter.kernels.attention.xla import scored as with_score
 from rewriter.kernels.attention.xla import stored as of_few_bits
+from rewriter.ops.kernel import Kernel
 
 OPS = (OP, PAGED, SCORED, STORED, LATENT, EXPANDED, PAGED_LATENT)
 
@@ -52,9 +53,16 @@ _OF_PAGES = (
 _BY_TILES = {x.op: in_float32(x) for x in (xla.KERNEL, with_score.KERNEL)}
 """Kernels that weigh hidden keys, by op."""
 
-KERNELS = tuple(
-    with_fills(kernel, _BY_TILES.get(kernel.op))
-    for kernel in (
-        *(with_row_biases(with_overflow(kernel)) for kernel in _OF_ARRAYS), *_OF_PAGES,
-    )
+_WEIGHS = hopper.KERNEL, hopper_scored.KERNEL
+"""Others whose forward does."""
+
+
+def _complete(kernel: Kernel) -> Kernel:
+    """Returns a kernel of arrays that gives what the program does in every row."""
+    made = with_row_biases(with_overflow(kernel))
+    return with_fills(made, _BY_TILES.get(kernel.op), kernel in _WEIGHS)
+
+
+KERNELS = (
+    *map(_complete, _OF_ARRAYS), *(with_fills(kernel, None) for kernel in _OF_PAGES),
 )  # fmt: skip

@@ -6,6 +6,9 @@ and would give another number. A site whose bias is an argument has the paramete
 ``fill`` therefore. Its numbers are looked at when the program runs. If none is as low
 as the fill, no such row can be, and kernels drop hidden keys. Else attention by tiles
 computes the site with the fill as the score of hidden keys.
+
+A condition around a kernel makes a GPU wait for its host. The kernel of Hopper GPUs
+does without one in its forward pass: it gets what was found as an operand.
 """
 
 from __future__ import annotations
@@ -37,6 +40,14 @@ FILL = "fill"
 PASSES = "fill_passes"
 """The op's parameter: whether it is added to their scores, and not chosen."""
 
+REACHES, IS_SMALL = "reaches", "is_small"
+"""Of kernels that weigh hidden keys: whether they are to, bool [1], and whether no
+log-sum-exp is `LARGE`."""
+
+LARGE = 1000.0
+"""Such log-sum-exps are computed by tiles: that of a fill does not show how many keys
+there are."""
+
 ADDED = ("bias", "alibi", *ARRAYS, *TABLES)
 """Operands that may make scores infinite."""
 
@@ -44,14 +55,15 @@ LAYOUT = ("config", "swapped", "packed", "shared", "joined")
 """What kernels get beside operands and parameters: the same numbers elsewhere."""
 
 
-def with_fills(kernel: Kernel, by_tiles: Kernel | None) -> Kernel:
+def with_fills(kernel: Kernel, by_tiles: Kernel | None, weighs: bool = False) -> Kernel:
     """Returns an attention kernel that weighs hidden keys where no others are left.
 
     One whose residual is not the log-sum-exp refuses such uses.
 
     Args:
-        kernel: The kernel; it drops hidden keys.
+        kernel: The kernel.
         by_tiles: One of the same op that takes the parameter; None if there is none.
+        weighs: Whether its forward takes the parameter too; else it drops hidden keys.
     """
     if by_tiles is None or (kernel.backward and not kernel.traits.merges):
         limits = kernel.limits
@@ -67,6 +79,8 @@ def with_fills(kernel: Kernel, by_tiles: Kernel | None) -> Kernel:
         own = {FILL: given.pop(FILL, None), PASSES: given.pop(PASSES, False)}
         if (fill := own[FILL]) is None:
             return first(**given)
+        if weighs:
+            return first(**given, **own, **{REACHES: may_reach(given, fill)[None]})
         again = functools.partial(by_tiles.forward, **_plain(given), **own)
         return either(may_reach(given, fill), lambda: first(**given), again)
 
@@ -84,6 +98,9 @@ def with_fills(kernel: Kernel, by_tiles: Kernel | None) -> Kernel:
             grads = dict(by_tiles.backward(**rest))
             return grads | ({"joined": join(grads, joined)} if joined else {})
 
+        if weighs:
+            large = jnp.any(jnp.isfinite(saved[0]) & (jnp.abs(saved[0]) > LARGE))
+            return either(large, lambda: second(**given, **{IS_SMALL: True}), again)
         return either(may_reach(given, fill), lambda: second(**given), again)
 
     backward = functools.wraps(second)(backward) if second else None
