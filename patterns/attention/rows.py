@@ -72,7 +72,10 @@ def _weighing(softmax: Softmax, operands: Operands, rows: Rows) -> dict[str, Any
     if rows.notes & CHANGED or parts.sink:
         return {}
     kept = alg.both(softmax.seen_keys, parts.dropped_rows)
-    ask = lambda live=None: _empty_row(softmax, kept, operands, live)
+    # Numbers of a bias that are as large as the fill are not for this reading.
+    added = softmax.values_of(alg.poly_leaves(softmax.bias))
+    moderate = replace(softmax, scores=softmax.scores | added)
+    ask = lambda live=softmax.scores: _empty_row(moderate, kept, operands, live)
     row = ask()
     hidden = parts.zero_rows or parts.row_mask != TRUE
     if row.gives in ("nan", "zero") and not hidden:
