@@ -12,6 +12,7 @@ from rewriter.kernels.attention import (
     tpu_pages,
     xla,
 )
+from rewriter.kernels.attention.fills import with_fills
 from rewriter.kernels.attention.hopper import scored as hopper_scored
 from rewriter.kernels.attention.hopper_decode import paged
 from rewriter.kernels.attention.hopper_latent import absorbed as hopper_absorbed
@@ -32,6 +33,7 @@ from rewriter.kernels.attention.xla import latent as joined_latent
 from rewriter.kernels.attention.xla import paged_latent as joined_pages
 from rewriter.kernels.attention.xla import scored as with_score
 from rewriter.kernels.attention.xla import stored as of_few_bits
+from rewriter.ops.kernel import Kernel
 
 OPS = (OP, PAGED, SCORED, STORED, LATENT, EXPANDED, PAGED_LATENT)
 
@@ -48,6 +50,19 @@ _OF_PAGES = (
     paged_latent.KERNEL, in_float32(joined_pages.KERNEL),
 )  # fmt: skip
 
+_BY_TILES = {x.op: in_float32(x) for x in (xla.KERNEL, with_score.KERNEL)}
+"""Kernels that weigh hidden keys, by op."""
+
+_WEIGHS = hopper.KERNEL, hopper_scored.KERNEL
+"""Others whose forward does."""
+
+
+def _complete(kernel: Kernel) -> Kernel:
+    """Returns a kernel of arrays that gives what the program does in every row."""
+    made = with_row_biases(with_overflow(kernel))
+    return with_fills(made, _BY_TILES.get(kernel.op), kernel in _WEIGHS)
+
+
 KERNELS = (
-    *(with_row_biases(with_overflow(kernel)) for kernel in _OF_ARRAYS), *_OF_PAGES,
+    *map(_complete, _OF_ARRAYS), *(with_fills(kernel, None) for kernel in _OF_PAGES),
 )  # fmt: skip

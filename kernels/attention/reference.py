@@ -107,6 +107,8 @@ def reference(
     softcap: float | None = None,
     empty_rows: str = "nan",
     unshifted: str | None = None,
+    fill: float | None = None,
+    fill_passes: bool = False,
     out_dtype: str | None = None,
     weights: str | None = None,
     precision: str | None = None,
@@ -130,6 +132,10 @@ def reference(
         unshifted: The dtype of the program's exponentials, if it takes them of scores
             without their maximum. Rows whose exponentials all vanish, or whose sum
             overflows, are then NaN, and so are their gradients.
+        fill: The number that hides keys in the program, if a bias may be -inf. A row
+            that sees nothing else weighs the keys that the masks hide.
+        fill_passes: Whether it is added to the scores of these, which have a gradient
+            then; else it is chosen in place of them.
         out_dtype: The result's dtype, q's by default.
         weights: Of the last product alone; see `rewriter.kernels.attention.weights`.
         precision: Of all products of float32, as `jax.lax.Precision` by name.
@@ -147,6 +153,9 @@ def reference(
         scores = computed(scores).astype(wide)
     scores = _biased(scores, bias, alibi, offset, shift)
     keep = visible(t, s, offset=offset, window=window, shift=shift, **hiding)
+    if fill is not None and keep is not None:
+        hidden = scores + fill if fill_passes else fill
+        scores, keep, empty_rows = jnp.where(keep, scores, hidden), None, "nan"
     if weighed is None:
         shares = _shares(scores, keep, sinks, empty_rows, unshifted)
     else:

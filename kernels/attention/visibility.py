@@ -152,7 +152,12 @@ class Visibility:
 
     # ---------------------------------------------------------------- many pairs
     def blocks(
-        self, first_row: Any, rows: int, keys: int, averages: bool = False
+        self,
+        first_row: Any,
+        rows: int,
+        keys: int,
+        averages: bool = False,
+        every: Any = None,
     ) -> Range:
         """Returns the blocks of `keys` keys that a tile of `rows` rows reads.
 
@@ -162,6 +167,7 @@ class Visibility:
             keys: Keys of a block.
             averages: Whether a tile with a row that sees no key reads all blocks, for
                 the mean of all values.
+            every: Whether all blocks are read, if there is something to ask.
 
         Example:
             >>> Visibility(256, 256, right=0).blocks(128, 128, 64)
@@ -191,8 +197,8 @@ class Visibility:
         end = most(_div(high + (keys - 1), keys), start + 1)
         whole = clip(_div(whole_low + (keys - 1), keys), start, end)
         part = clip(_div(whole_high, keys), whole, end)
-        if averages:
-            some = self._is_any_empty(first, last, limit)
+        if averages or every is not None:
+            some = self._is_any_empty(first, last, limit) if averages else every
             start, whole = _pick(some, 0, start), _pick(some, 0, whole)
             part, end = _pick(some, 0, part), _pick(some, count, end)
         return Range(start, whole, part, end, limit)

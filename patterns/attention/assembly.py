@@ -41,11 +41,14 @@ def assembled(softmax: Softmax) -> Reading:
     if give is None and not softmax.parts.sink and are_chosen(softmax):
         give = "zero"  # no row is empty, but some may be NaN
     empty = {} if give is None else {"empty_rows": give}
+    if rows.fill is not None:
+        empty |= {"fill": rows.fill, "fill_passes": rows.fill_passes}
     floats = {} if unshifted is None else {"unshifted": unshifted}
     weights = read_weights(softmax)
     digits = {} if weights is None else {"weights": weights}
     kept = {"rows whose exponentials overflow are NaN, as written"} if floats else set()
-    check = {**({"empty_rows": "nan"} if empty else {}), **dict.fromkeys(floats)}
+    plain = {"empty_rows": "nan", "fill": None, "fill_passes": False}
+    check = {name: plain[name] for name in empty} | dict.fromkeys(floats)
     dtype = str(softmax.find.graph.dtype(softmax.value))
     form = softmax.form
     if softmax.parts.zero_rows:  # the check is made on rows that have a key

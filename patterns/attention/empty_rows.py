@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,12 +21,14 @@ from rewriter.patterns.attention.condition_names import literal_name
 from rewriter.patterns.attention.row_numbers import NUMERIC, slopes_are_finite
 from rewriter.patterns.attention.row_values import (
     LOST,
+    NEARLY,
     ROW,
     SCORES,
     SWALLOWS,
     UNKNOWN,
     WEIGHTS,
     Abstract,
+    EmptyRow,
     absorbing,
     is_large,
     is_large_number,
@@ -44,29 +45,6 @@ UNITS = (29, 1009)  # what a symbolic size counts as: the verdicts must agree
 _TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
 
 _SAME_SIZE = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
-
-
-@dataclass(frozen=True)
-class EmptyRow:
-    """The result and the gradients of a program's softmax in a row without keys.
-
-    Attributes:
-        gives: ``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"``. With
-            ``"mean_passing"`` it is the mean of the values, and a gradient passes to
-            the scores, since a number of their dtype's size was added to them. With
-            ``"nan_passing"`` it is a NaN whose gradient passes to them.
-        breaks_gradients: Whether gradients of the scores are NaN, whatever it gives: a
-            derivative is infinite or NaN there, and a cotangent of zero does not stop
-            it (``0 * nan``).
-        halves_gradients: Whether half of a gradient passes to the scores: a maximum of
-            two equal numbers passes half of it to either.
-        passes: Whether a gradient passes to the scores at all.
-    """
-
-    gives: str
-    breaks_gradients: bool = False
-    halves_gradients: bool = False
-    passes: bool = False
 
 
 def empty_row(
@@ -127,7 +105,10 @@ def empty_row(
         return EmptyRow("nan", passes=passes)
     if len(seen) != 1:
         return EmptyRow(UNKNOWN, breaks, halves, passes)
-    return EmptyRow(next(iter(seen))[0], breaks, halves, passes)
+    ((gives, peaks),) = seen
+    score = peaks[0] if len({*peaks}) == 1 else None
+    known = UNKNOWN if gives == NEARLY else gives
+    return EmptyRow(known, breaks, halves, passes, score, gives == NEARLY)
 
 
 def _holds(ev: Evaluator, b: int, support: Sequence[int], row: int) -> bool:
@@ -193,7 +174,7 @@ class _Row:
             return "nan_passing"
         if verdict == "mean" and self.added:
             everything = min(self.added) >= SWALLOWS
-            return "mean_passing" if everything else UNKNOWN
+            return "mean_passing" if everything else NEARLY
         return verdict
 
     def verdict(self, out: Abstract, factor: float) -> str:

@@ -23,10 +23,23 @@ from rewriter.support.assumptions import FINITE
 MOST_EQUATIONS = 200
 """How many equations are followed; beyond them a bias may be infinite."""
 
-TAKEN_AS_FINITE = "the bias of each head is taken to be finite"
+OPEN = "the numbers of an argument say so"
 
 _MOVING = frozenset({"transpose", "gather", "reshape"})
 _LOGARITHMS = frozenset({"log", "log1p"})
+_OPAQUE = frozenset(
+    {
+        "cond",
+        "while",
+        "scan",
+        "dynamic_update_slice",
+        "pure_callback",
+        "io_callback",
+        "top_k",
+        "custom_root",
+        "custom_linear_solve",
+    }
+)
 _OF_ITS_OPERANDS = (
     LAYOUT_PRIMITIVES
     | TRANSPARENT
@@ -42,12 +55,12 @@ class Finiteness:
     """What is known of a bias.
 
     Attributes:
-        why_not: Why it may hold -inf; None if it is taken to be finite.
-        notes: What is assumed of it.
+        why_not: Why it is expected to hold -inf; None if it is not.
+        is_open: Whether it may, by the numbers that the program is given.
     """
 
     why_not: str | None = None
-    notes: Set[str] = frozenset()
+    is_open: bool = False
 
 
 def finiteness_of(softmax: Softmax, axes: Axes) -> Finiteness:
@@ -55,21 +68,21 @@ def finiteness_of(softmax: Softmax, axes: Axes) -> Finiteness:
 
     A logarithm, a quotient and a constant of -inf may make it so. So may an
     argument that all heads share: such arrays are masks. An argument with numbers of
-    its own for each head is a learned bias, and counts as a part of the scores.
+    its own for each head is a learned bias: its numbers are looked at when the program
+    runs.
     """
     if FINITE in softmax.find.assumed:
         return Finiteness()
-    notes: set[str] = set()
-    alg = softmax.alg
+    alg, is_open = softmax.alg, False
     graph = softmax.find.graph
-    for atom in alg.poly_leaves(softmax.bias):
+    atoms = set(alg.poly_leaves(softmax.bias))
+    for atom in atoms if softmax.function is None else {*atoms, softmax.function}:
         for value in softmax.values_of([atom]):
             why = _why(graph, value, _heads(softmax, axes, atom, value))
-            if why == TAKEN_AS_FINITE:
-                notes.add(why)
-            elif why is not None:
+            if why is not None and why != OPEN:
                 return Finiteness(why)
-    return Finiteness(notes=frozenset(notes))
+            is_open |= why == OPEN
+    return Finiteness(is_open=is_open)
 
 
 def _heads(softmax: Softmax, axes: Axes, atom: int, value: int) -> Set[int] | None:
@@ -105,7 +118,7 @@ def _why(graph: Graph, value: int, heads: Set[int] | None) -> str | None:
         heads: Its dimensions along which heads differ; None if they differ anyway.
     """
     inputs = {graph.top.env[v] for v in graph.top.jaxpr.invars}
-    seen, queue, assumed = {(value, 0)}, [(value, heads, 0)], False
+    seen, queue, is_open = {(value, 0)}, [(value, heads, 0)], False
     while queue:
         if len(seen) > MOST_EQUATIONS:
             return "it is made of too many equations"
@@ -120,7 +133,9 @@ def _why(graph: Graph, value: int, heads: Set[int] | None) -> str | None:
         elif node is None:
             if heads is not None and not heads and not turns and current in inputs:
                 return "it is an argument that all heads share"
-            assumed |= not turns
+            is_open |= not turns
+        elif node.prim in _OPAQUE or node.prim.startswith("scatter"):
+            is_open = True
         elif node.prim in _LOGARITHMS and sign < 0:
             return "it is a logarithm"
         elif node.prim == "div" and not graph.scalar(node.ins[1]):
@@ -131,7 +146,7 @@ def _why(graph: Graph, value: int, heads: Set[int] | None) -> str | None:
                 if (i, later) not in seen:
                     seen.add((i, later))
                     queue.append((i, _below(graph, node, i, heads), later))
-    return TAKEN_AS_FINITE if assumed else None
+    return OPEN if is_open else None
 
 
 def _below(

@@ -6,15 +6,45 @@ A value is a number, the same at every key, or one of a few names.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
 LOST = "lost"  # of any size: an equation without a rule, a fill under an unknown mask
+NEARLY = "nearly"  # a result: the mean of the values but for digits of scores
 LARGE = 32.0  # scores are assumed to be below it
 SWALLOWS = 1e30  # an addend that absorbs all scores
 Abstract = Any  # ("c", number or bool) or one of the names above
+
+
+@dataclass(frozen=True)
+class EmptyRow:
+    """The result and the gradients of a program's softmax in a row without keys.
+
+    Attributes:
+        gives: ``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"``. With
+            ``"mean_passing"`` it is the mean of the values, and a gradient passes to
+            the scores, since a number of their dtype's size was added to them. With
+            ``"nan_passing"`` it is a NaN whose gradient passes to them.
+        breaks_gradients: Whether gradients of the scores are NaN, whatever it gives: a
+            derivative is infinite or NaN there, and a cotangent of zero does not stop
+            it (``0 * nan``).
+        halves_gradients: Whether half of a gradient passes to the scores: a maximum of
+            two equal numbers passes half of it to either.
+        passes: Whether a gradient passes to the scores at all.
+        score: What every score of such a row is; None if that is not one number.
+        adds: Whether it is ``"mean_passing"`` but for digits of the scores, which the
+            number that is added to them leaves.
+    """
+
+    gives: str
+    breaks_gradients: bool = False
+    halves_gradients: bool = False
+    passes: bool = False
+    score: float | None = None
+    adds: bool = False
 
 
 def absorbing(dtype: Any) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from rewriter.algebra.canonicalize import kind_of
 from rewriter.algebra.normal_form import TRUE
 from rewriter.find.reading import Refused
 from rewriter.patterns.attention.axes import Axes
@@ -14,12 +16,18 @@ from rewriter.patterns.attention.empty_rows import EmptyRow, empty_row
 from rewriter.patterns.attention.infinite_biases import finiteness_of
 from rewriter.patterns.attention.masks import Masks
 from rewriter.patterns.attention.operands import Operands
+from rewriter.patterns.attention.row_values import SWALLOWS
 from rewriter.patterns.attention.rows_with_keys import is_never_empty
 from rewriter.patterns.attention.softmax import Softmax
 from rewriter.support.assumptions import FINITE
 
 MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
 _WORDS = {"unknown": "what is not known here"}
+AVERAGED = frozenset({"mean", "mean_passing"})
+WEIGHED = frozenset({
+    "where a bias of -inf hides all other keys of a row, masked ones are weighed, as "
+    f"written; assume=({FINITE!r},) leaves that out"
+})  # fmt: skip
 CHANGED = frozenset({"rows without keys give something else than before"})
 
 
@@ -31,10 +39,14 @@ class Rows:
         give: ``"zero"``, ``"mean"``, ``"nan"`` or the like; ``None`` if there is no
             such row, or the op gives the same anyway.
         notes: What floats will see.
+        fill: The score of hidden keys, if other keys of a row may all be -inf.
+        fill_passes: Whether it is added to their scores, which have a gradient then.
     """
 
     give: str | None
     notes: Set[str] = frozenset()
+    fill: float | None = None
+    fill_passes: bool = False
 
 
 def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) -> Rows:
@@ -43,7 +55,56 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     Raises:
         Refused: If that cannot be told, or the op cannot give the same.
     """
-    notes = _require_dominant_fills(softmax, axes)
+    notes, may_be_infinite = _require_dominant_fills(softmax, axes)
+    rows = _read_rows(softmax, axes, masks, operands, notes)
+    if may_be_infinite:
+        return replace(rows, **_weighing(softmax, operands, rows))
+    return rows
+
+
+def _weighing(softmax: Softmax, operands: Operands, rows: Rows) -> dict[str, Any]:
+    """The fill of rows whose visible scores are all -inf, and what such rows pass.
+
+    Raises:
+        Refused: If that cannot be told, or the op cannot give the same.
+    """
+    alg, parts = softmax.alg, softmax.parts
+    if rows.notes & CHANGED or parts.sink:
+        return {}
+    kept = alg.both(softmax.seen_keys, parts.dropped_rows)
+    # Numbers of a bias that are as large as the fill are not for this reading.
+    added = softmax.values_of(alg.poly_leaves(softmax.bias))
+    moderate = replace(softmax, scores=softmax.scores | added)
+    ask = lambda live=softmax.scores: _empty_row(moderate, kept, operands, live)
+    row = ask()
+    hidden = parts.zero_rows or parts.row_mask != TRUE
+    if row.gives in ("nan", "zero") and not hidden:
+        return {}  # so it is without keys
+    require_gradients_alike(softmax, row, ask)
+    give = "mean_passing" if row.adds else row.gives
+    alike = give in AVERAGED and rows.give in (give, None)
+    if hidden or row.score is None or not math.isfinite(row.score) or not alike:
+        raise _infinite("it is an argument")
+    fill = SWALLOWS if row.adds and _is_rounded(softmax) else abs(row.score)
+    passes = give == "mean_passing"
+    return {"fill": -fill, "fill_passes": passes, "notes": rows.notes | WEIGHED}
+
+
+def _is_rounded(softmax: Softmax) -> bool:
+    """Whether something between scores and result has fewer digits than float32.
+
+    There a fill may absorb scores that it does not absorb in float32.
+    """
+    dtypes = map(
+        softmax.find.graph.dtype, softmax.find.below(softmax.scores, softmax.value)
+    )
+    return any(kind_of(x) == "f" and x.itemsize < 4 for x in dtypes)
+
+
+def _read_rows(
+    softmax: Softmax, axes: Axes, masks: Masks, operands: Operands, notes: Set[str]
+) -> Rows:
+    """What a row without keys gives, as `read_rows`."""
     if softmax.parts.dropped_rows != TRUE:
         return _beside_dropped_rows(softmax, operands, notes)
     some = softmax.parts.keep if softmax.some is None else softmax.some
@@ -151,37 +212,46 @@ def _may_change(softmax: Softmax) -> bool:
     return softmax.find.fast and softmax.ev.whole_sides is not None
 
 
-def _require_dominant_fills(softmax: Softmax, axes: Axes) -> Set[str]:
+def _infinite(why: str) -> Refused:
+    """Says that a bias may be infinite beside a finite fill."""
+    return Refused(
+        "empty_rows",
+        f"a bias may hold -inf, since {why}: with that and a mask's finite fill the "
+        "program weighs the masked keys",
+        score=0.8,
+        suggestion=f"if the bias is finite, assume=({FINITE!r},)",
+    )
+
+
+def _require_dominant_fills(softmax: Softmax, axes: Axes) -> tuple[Set[str], bool]:
     """Refuses fills that do not dominate: scores may be as large, or the bias.
 
     Where all keys of a row are masked by one or the other, the program weighs
     them by which; no hard mask does.
+
+    Returns:
+        What floats will see, and whether the program's arguments say if a bias is -inf.
     """
     bias = softmax.bias
     fills = [abs(f) for f in softmax.ev.fills if math.isfinite(f)]
     if fills and min(fills) < MODERATE:
         text = f"a mask that adds {-min(fills):g} is only a bias: it may not hide keys"
         raise Refused("rows", text, score=0.7)
-    if softmax.seen_keys == TRUE or not bias or not fills:
-        return frozenset()
+    none = not bias and softmax.function is None
+    if softmax.seen_keys == TRUE or none or not fills:
+        return frozenset(), False
     known = finiteness_of(softmax, axes)
     if known.why_not and not _may_change(softmax):
-        raise Refused(
-            "empty_rows",
-            f"a bias may hold -inf, since {known.why_not}: with that and a mask's "
-            "finite fill the program weighs the masked keys",
-            score=0.8,
-            suggestion=f"if the bias is finite, assume=({FINITE!r},)",
-        )
+        raise _infinite(known.why_not)
     if known.why_not:
-        return CHANGED
-    largest_number = max(abs(c) for c in bias.values())
+        return CHANGED, False
+    largest_number = max((abs(c) for c in bias.values()), default=0)
     for value in softmax.values_of(softmax.alg.poly_leaves(bias)):
         largest_number = max(largest_number, softmax.find.largest_number(value))
     if not min(fills) < 100 * largest_number >= 1e6:
-        return known.notes
+        return frozenset(), known.is_open
     if _may_change(softmax):
-        return CHANGED
+        return CHANGED, False
     raise Refused(
         "empty_rows",
         "a mask and a bias add numbers of like size: which keys a row "

@@ -92,6 +92,7 @@ class Softmax:
         joined: Arrays that the program holds in pieces.
         some: Whether a key is kept in any piece; ``None`` if there are no pieces.
         mask_as_array: Whether the mask is read as an array, not as positions.
+        function: The leaf that a function of scores gives, if one is read.
     """
 
     find: Finder
@@ -107,6 +108,7 @@ class Softmax:
     joined: Mapping[Any, Joined]
     some: int | None
     mask_as_array: bool = False
+    function: int | None = None
 
     @property
     def alg(self) -> Algebra:

@@ -20,7 +20,7 @@ FORWARD, BOTH = "forward", "forward_and_vjp"
 PROGRAM, WHOLE = "program", "whole"
 """The op and pass under which whole programs are measured."""
 
-UNTIMED = ("of_squares", "unshifted", "slopes", "slopes_up")
+UNTIMED = ("of_squares", "unshifted", "fill", "fill_passes", "slopes", "slopes_up")
 """Parameters that change a few operations of a row, but not the time."""
 
 FAR = 2.0

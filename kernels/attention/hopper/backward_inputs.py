@@ -105,7 +105,8 @@ def _of_rows(
     """The numbers of queries that kernels read, as [b, n, whole blocks of t]."""
     unit, rest = (1.0 if terms.natural else LOG2E), None
     if terms.unbounded:
-        lse, rest = _split(use, lse)
+        none = jnp.zeros_like(lse)
+        lse, rest = (lse, none) if use.is_small else _split(use, lse)
     rows = {
         "lse": _padded(jnp.where(empty, jnp.inf, lse * unit), config, LARGEST),
         "delta": _padded(delta_of(use, empty, delta), config, 0.0),

@@ -27,6 +27,7 @@ class Mask:
         mean: Whether a row that sees no key gives the mean of all values.
         more: Whether other operands hide keys too.
         prefixes: Whether all queries see the keys before a run-time number.
+        weighs: Whether rows may weigh hidden keys, if biases say so at run time.
     """
 
     t: int
@@ -39,6 +40,7 @@ class Mask:
     mean: bool = False
     more: bool = False
     prefixes: bool = False
+    weighs: bool = False
 
     @property
     def visibility(self) -> Visibility:
@@ -86,6 +88,7 @@ def blocks_of(
     length: Any = None,
     prefix: Any = None,
     early: Any = None,
+    every: Any = None,
 ) -> Range:
     """Returns the blocks of `keys` keys that a tile of `rows` rows reads.
 
@@ -98,6 +101,7 @@ def blocks_of(
         length: Keys before it are seen; None for all.
         prefix: Keys before it are seen by all rows; None for none.
         early: Rows before it see all keys from the first on; None for none.
+        every: Whether all blocks are read; None if that is not asked.
 
     Example:
         >>> blocks_of(Mask(256, 256, right=0), 128, 128, 64)
@@ -108,7 +112,7 @@ def blocks_of(
     seen = replace(
         mask.visibility, shift=offset, length=length, prefix=prefix, early=early
     )
-    return seen.blocks(first_row, rows, keys, mask.averages)
+    return seen.blocks(first_row, rows, keys, mask.averages, every)
 
 
 def blocks_ahead(stages: int) -> int:

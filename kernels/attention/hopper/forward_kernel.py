@@ -76,6 +76,8 @@ class _Problem:
     """Whether arrays are copied by rows; see `Use.by_rows`."""
     packed: tuple[tuple[str, Heads], ...]
     """The heads of operands in the arrays that are read."""
+    fill_passes: bool
+    """Whether the fill is the least of hidden scores, and not all of them."""
     halves: bool = False
     """Whether q, k and v are float32, in two parts."""
 
@@ -193,15 +195,23 @@ def _run(
         swapped: As in `forward`.
     """
     b, t, n, _ = use.q.shape
-    terms, arrays = terms_of(*use.lengths, **use.extra)
+    hidden = jnp.float32(-jnp.inf)
+    if use.fill is not None:
+        hidden = jnp.where(use.reaches[0], use.fill, hidden).astype(jnp.float32)
+    terms, arrays = terms_of(
+        *use.lengths, hidden=hidden, fill_passes=use.fill_passes, **use.extra
+    )
+    if use.fill is not None:
+        arrays["fills"] = hidden.reshape(1)
     h, e = use.widths
     widths = filled(h), filled(e)
-    seen = use.visible(terms.hides, use.empty_rows in AVERAGED and not terms.sinks)
+    hides = terms.hides or use.fill is not None
+    seen = use.visible(hides, use.empty_rows in AVERAGED and not terms.sinks)
     p = _Problem(
         b, n, use.k.shape[2], *widths, seen, use.scale, use.softcap, config,
         bool(saves), terms, extra_of(use.extra), saves == "split", swapped,
         jnp.dtype(use.out_dtype or use.q.dtype), parts(use.weights, use.q.dtype),
-        use.by_rows(widths), use.heads, is_halved(use.q.dtype),
+        use.by_rows(widths), use.heads, use.fill_passes, is_halved(use.q.dtype),
     )  # fmt: skip
     made = _call(
         p, use.empty_rows in ZERO and seen.may_be_empty, _named(p, use, arrays)
@@ -218,11 +228,16 @@ def _named(p: _Problem, use: Use, extra: dict[str, Array]) -> dict[str, Array]:
     found = block_masks.table(
         p.b, *use.lengths, p.config.rows, p.config.block_kv, use.masks
     )
+    if found is not None and use.fill is not None:
+        every = jnp.asarray([0, 0, 0, -(-use.lengths[1] // p.config.block_kv)])
+        found = jnp.where(use.reaches[0], every.astype(found.dtype), found)
     if found is not None:
         named["reach"] = found
     if p.mask.mean and p.mask.more:
         more = p.e - use.v.shape[3]
         mean = use.v.astype(jnp.float32).mean(1)
+        if use.fill is not None:
+            mean = jnp.where(use.reaches[0], jnp.nan, mean)
         named["means"] = jnp.pad(mean, ((0, 0), (0, 0), (0, more))) if more else mean
     return named
 

@@ -53,6 +53,10 @@ class Tile:
         self.prefix: Any = None
         if "prefixes" in given:
             self.prefix = pallas.scalar(given["prefixes"], self.b)
+        self.fill: Any = None
+        """The score of hidden keys, if there may be rows that weigh them."""
+        if p.mask.weighs:
+            self.fill = pallas.scalar(given["fills"], 0)
         self.range = self.blocks(self.first, p.config.rows)
         if "reach" in given:
             self.range = block_masks.left(
@@ -64,9 +68,11 @@ class Tile:
     def blocks(self, first: Any, rows: int) -> Range:
         """Returns the blocks that some rows see by position."""
         p, block = self.p, self.p.config.block_kv
-        return blocks_of(
-            p.mask, first, rows, block, self.offset, self.length, self.prefix
-        )
+        numbers = self.offset, self.length, self.prefix
+        every = None
+        if self.fill is not None and p.mask.hides:
+            every = self.fill > -jnp.inf
+        return blocks_of(p.mask, first, rows, block, *numbers, every=every)
 
     @functools.cached_property
     def own(self) -> Range:
@@ -154,7 +160,8 @@ class Tile:
     @property
     def cut_behind(self) -> tuple[str, ...]:
         """The range ends that lie within blocks from `Range.part` on."""
-        return (FIRST, LAST) if self.p.mask.averages else (LAST,)
+        mask = self.p.mask
+        return (FIRST, LAST) if mask.averages or mask.weighs else (LAST,)
 
     @property
     def cut_before(self) -> tuple[str, ...]:
@@ -339,13 +346,17 @@ class Tile:
             scores = self.sloped(scores, self.key(i))
         mine = self.block.warpgroup
         hides = bool(cut) or not self.classed
-        scores = terms.added(scores, self.x, slot, mine, hides)
+        scores = terms.added(scores, self.x, slot, mine, hides, self.fill)
         if not (cut and (mask.hides or mask.s % p.config.block_kv)):
             return scores
         key = self.key(i)
         first, last = self.keys_of_rows()
         first = None if first is None or FIRST not in cut else first - key
         last = last - key if LAST in cut else None
+        if self.fill is not None:
+            fill = pallas.zeros((64,)) + self.fill
+            end = pallas.rows(mask.s - 1 - key)
+            return pallas.hide(scores, first, last, fill, end, p.fill_passes)
         if not mask.averages:
             return pallas.hide(scores, first, last)
         empty = self.empty()

@@ -185,6 +185,7 @@ def hide(
     last: Array | None,
     fill: Array | None = None,
     end: Array | None = None,
+    passes: bool = False,
 ) -> Array:
     """Returns scores with -inf outside of the columns from `first` to `last`.
 
@@ -197,6 +198,7 @@ def hide(
         last: int32 [64], None for no end; one of both is given.
         fill: float32 [64] instead of -inf, for columns up to `end`.
         end: int32 [64].
+        passes: Whether smaller scores stay where the fill would be.
     """
     given = [x for x in (first, last, fill, end) if x is not None]
 
@@ -210,9 +212,9 @@ def hide(
         low = None if first is None else wide.pop(0)
         high = None if last is None else wide.pop(0)
         filling = wide
-        number = ir.IntegerType.get_signless(32)
+        integer = ir.IntegerType.get_signless(32)
         column = mgpu.FragmentedArray.broadcasted_iota(
-            number, (64, 8), 1, scores.layout, is_signed=True
+            integer, (64, 8), 1, scores.layout, is_signed=True
         )
         nothing = mgpu.FragmentedArray.splat(
             mgpu.c(float("-inf"), ir.F32Type.get()), (64, 8), scores.layout
@@ -225,7 +227,10 @@ def hide(
                 keep = after if keep is None else keep & after
             other = nothing
             if filling:
-                other = (column <= filling[1] - start).select(filling[0], nothing)
+                number = filling[0]
+                if passes:
+                    number = _least(scores[:, start : start + 8], number)
+                other = (column <= filling[1] - start).select(number, nothing)
             parts.append(keep.select(scores[:, start : start + 8], other).registers)
         return mgpu.FragmentedArray(
             _registers=np.concatenate(parts, axis=1),
@@ -283,6 +288,14 @@ def widened(x: Array) -> Array:
     return emit(x)
 
 
+def _least(x: Any, y: Any) -> Any:
+    """Returns the smaller of two fragments, register by register."""
+    made = np.empty_like(x.registers)
+    for i, register in np.ndenumerate(x.registers):
+        made[i] = arith.minnumf(register, y.registers[i])
+    return mgpu.FragmentedArray(_registers=made, _layout=x.layout, _is_signed=None)
+
+
 def least(x: Array, y: Array) -> Array:
     """Returns the smaller of two float32 [64, n]; the other of one that is NaN."""
 
@@ -292,10 +305,7 @@ def least(x: Array, y: Array) -> Array:
     )
     def emit(context: Any, x: Any, y: Any) -> Any:
         del context
-        made = np.empty_like(x.registers)
-        for i, register in np.ndenumerate(x.registers):
-            made[i] = arith.minnumf(register, y.registers[i])
-        return mgpu.FragmentedArray(_registers=made, _layout=x.layout, _is_signed=None)
+        return _least(x, y)
 
     return emit(x, y)
 

@@ -94,6 +94,7 @@ class Terms:
         hiding: Names of parts whose -inf hides.
         adding: Names of parts that are added.
         function: What scores go through before all that, if anything.
+        fill_passes: Whether hidden scores that are smaller than a fill stay.
     """
 
     parts: tuple[tuple[str, Part], ...] = ()
@@ -102,6 +103,7 @@ class Terms:
     hiding: frozenset[str] = frozenset()
     adding: frozenset[str] = frozenset()
     function: Function | None = None
+    fill_passes: bool = False
 
     @property
     def natural(self) -> bool:
@@ -217,6 +219,7 @@ class Terms:
         slot: Any,
         warpgroup: Any,
         part: bool,
+        fill: Any = None,
     ) -> Array:
         """Returns scores with addends, -inf where masks and segments hide.
 
@@ -226,6 +229,7 @@ class Terms:
             slot: The stage.
             warpgroup: The index of the 64 rows within a tile.
             part: Whether masks and segments may hide some keys.
+            fill: A number instead of -inf, or None.
         """
         parts, shape = dict(self.parts), scores.shape
         if "bias" in parts:
@@ -233,29 +237,49 @@ class Terms:
             narrow = parts["bias"].dtype == "bfloat16"
             tile = pallas.widened(tile) if narrow else tile.astype(jnp.float32)
             scores = scores + tile
+        lines = {
+            "column_terms": ((slot,), pallas.COLUMNS, pallas.across),
+            "row_terms": ((slot, warpgroup), pallas.ROWS, pallas.along),
+        }
+        hiding = self.hiding if part else frozenset()
+        for name in sorted(self.adding | hiding, key=self._is_after):
+            if name not in lines:
+                continue
+            at, layout, spread = lines[name]
+            wide = spread(pallas.loaded(memory[name].at[at], layout), shape)
+            if name in self.adding:
+                scores = scores + wide
+            if name in self.adding and name in hiding:
+                scores = jnp.where(wide == -jnp.inf, -jnp.inf, scores)
+            elif name in hiding and (fill is None or self.fill_passes):
+                scores = pallas.least(scores, wide)
+            elif name in hiding:
+                scores = jnp.where(wide == jnp.inf, scores, wide)
         if part and "mask" in parts:
             tile = memory["mask"].at[slot, warpgroup][...]
-            scores = jnp.where(tile != 0, scores, -jnp.inf)
-        for name, at, layout, spread in (
-            ("column_terms", (slot,), pallas.COLUMNS, pallas.across),
-            ("row_terms", (slot, warpgroup), pallas.ROWS, pallas.along),
-        ):
-            hides = part and name in self.hiding
-            if not (hides or name in self.adding):
-                continue
-            wide = spread(pallas.loaded(memory[name].at[at], layout), shape)
-            if name not in self.adding:
-                scores = pallas.least(scores, wide)
-                continue
-            scores = scores + wide
-            if hides:
-                scores = jnp.where(wide == -jnp.inf, -jnp.inf, scores)
+            scores = jnp.where(tile != 0, scores, self._hidden(scores, fill))
         if part and self.compares:
-            scores = self._where_conditions_hold(scores, memory, slot, warpgroup)
+            scores = self._where_conditions_hold(scores, memory, slot, warpgroup, fill)
         return scores
 
+    def _is_after(self, name: str) -> tuple[bool, str]:
+        """The order of addends and masks: what only hides comes last."""
+        return name not in self.adding, name
+
+    def _hidden(self, scores: Array, fill: Any) -> Array | float:
+        """The scores of hidden keys."""
+        if fill is None:
+            return -jnp.inf
+        every = pallas.zeros(scores.shape) + fill
+        return pallas.least(scores, every) if self.fill_passes else every
+
     def _where_conditions_hold(
-        self, scores: Array, memory: Mapping[str, Any], slot: Any, warpgroup: Any
+        self,
+        scores: Array,
+        memory: Mapping[str, Any],
+        slot: Any,
+        warpgroup: Any,
+        fill: Any,
     ) -> Array:
         """Returns scores with -inf where segments or positions hide a column."""
         given, shape = dict(self.parts), scores.shape
@@ -270,7 +294,7 @@ class Terms:
         for name, (holds, of_keys) in CONDITIONS.items():
             if name in given:
                 sees = holds(spread(name), spread(of_keys))
-                scores = jnp.where(sees, scores, -jnp.inf)
+                scores = jnp.where(sees, scores, self._hidden(scores, fill))
         return scores
 
 
@@ -303,6 +327,8 @@ def terms_of(
     alibi: Array | None = None,
     sinks: Array | None = None,
     score: Score | None = None,
+    hidden: Any = -jnp.inf,
+    fill_passes: bool = False,
     **read: Array,
 ) -> tuple[Terms, dict[str, Array]]:
     """Returns the present terms, and arrays by name, with "slopes" and "sinks".
@@ -320,9 +346,11 @@ def terms_of(
         alibi: float [n].
         sinks: float [n].
         score: A function of scores.
+        hidden: The scores of keys that masks hide.
+        fill_passes: Whether smaller scores than that stay.
         **read: What it reads: arrays [b|1, n|1, t|1, s|1], and tables [b|1, n|1, r].
     """
-    arrays, hiding, adding = _added(t, s, bias, mask)
+    arrays, hiding, adding = _added(t, s, bias, mask, hidden, fill_passes)
     pairs = [("row_segments", q_segments), ("column_segments", kv_segments)]
     if q_segments is None or kv_segments is None:
         pairs = []
@@ -342,11 +370,17 @@ def terms_of(
         if x is not None:
             arrays[name] = x.astype(jnp.float32)
     present = alibi is not None, sinks is not None
-    return Terms(parts, *present, hiding, adding, function_of(score, read)), arrays
+    function = function_of(score, read)
+    return Terms(parts, *present, hiding, adding, function, fill_passes), arrays
 
 
 def _added(
-    t: int, s: int, bias: Array | None, mask: Array | None
+    t: int,
+    s: int,
+    bias: Array | None,
+    mask: Array | None,
+    hidden: Any,
+    fill_passes: bool,
 ) -> tuple[dict[str, Array], frozenset[str], frozenset[str]]:
     """A bias and a mask as arrays by name, the names that hide keys, and that add."""
     arrays: dict[str, Array] = {}
@@ -368,7 +402,9 @@ def _added(
             arrays[thin] = line.astype(jnp.float32)
         else:
             hiding.add(thin)
-            shown = jnp.where(line, arrays.get(thin, jnp.inf), -jnp.inf)
+            own = arrays.get(thin, jnp.inf)
+            least = jnp.minimum(own, hidden) if fill_passes else hidden
+            shown = jnp.where(line, own, least)
             arrays[thin] = shown.astype(jnp.float32)
     return arrays, frozenset(hiding), frozenset(adding)
 

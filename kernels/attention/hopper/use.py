@@ -64,6 +64,11 @@ class Use:
         shift: As in `reference`.
         softcap: As in `reference`.
         empty_rows: As in `reference`.
+        fill: The score of hidden keys where `reaches` holds; see
+            `rewriter.kernels.attention.fills`.
+        fill_passes: Whether it is the least of that and their own.
+        reaches: Whether rows may weigh hidden keys, a bool that is known at run time.
+        is_small: Whether no log-sum-exp is so large that its digits are lost.
         out_dtype: q's, or float32.
         weights: Whether v is multiplied with twice the digits of q's dtype, where not
             None; see `rewriter.kernels.attention.weights`.
@@ -96,6 +101,10 @@ class Use:
     shift: int = 0
     softcap: float | None = None
     empty_rows: str = "nan"
+    fill: float | None = None
+    fill_passes: bool = False
+    reaches: Array | None = None
+    is_small: bool = False
     out_dtype: str | None = None
     weights: str | None = None
     score: Score | None = None
@@ -185,6 +194,7 @@ class Use:
             lengths=self.kv_lengths is not None,
             offsets=self.offset is not None,
             mean=mean, more=hides, prefixes=self.prefix is not None,
+            weighs=self.fill is not None,
         )  # fmt: skip
 
     def seen_by(self, hides: bool) -> Mask:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rewriter.kernels.attention.empty_rows import PASSING
+from rewriter.kernels.attention.fills import FILL
 from rewriter.kernels.attention.overflow import PARAM
 from rewriter.kernels.attention.ring.passes import PASSED, backward, forward
 from rewriter.kernels.attention.ring.turns import turns
@@ -41,6 +42,9 @@ def supports(spec: Spec, count: int) -> Verdict:
     if spec.param(PARAM) is not None:
         text = "rows that overflow without the maximum of the scores"
         found.append(no(PARAM, f"a ring cannot tell {text}"))
+    if spec.param(FILL) is not None:
+        text = "rows that weigh hidden keys: their log-sum-exp is that of the fill"
+        found.append(no(FILL, f"a ring cannot merge {text}"))
     window, shift = spec.param("window"), spec.param("shift")
     t, s = spec.shape("q")[1], spec.shape("k")[1]
     if window != (None, None) and t != s:

@@ -330,11 +330,11 @@ def _sinks_backward(block: Block, rows: _Rows) -> Array:
 def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:
     """Returns lse [c, r] as a sum of two terms, the second small.
 
-    A bias of -1e9 on a whole row absorbs the digits of log(sum) when the maximum is
-    added. Such rows get both terms from another loop over the keys.
+    A bias or a fill of -1e9 on a whole row absorbs the digits of log(sum) when the
+    maximum is added. Such rows get both terms from another loop over the keys.
     """
     p, zero = block.p, jnp.zeros_like(lse)
-    if "bias" not in p.arrays and p.score is None:
+    if "bias" not in p.arrays and p.score is None and p.fill is None:
         return lse, zero
 
     def again() -> tuple[Array, Array]:

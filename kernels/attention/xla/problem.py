@@ -56,6 +56,10 @@ class Problem:
     divisor: Score | None = None
     widen_k: str | None = None
     widen_v: str | None = None
+    fill: float | None = None
+    """The score of hidden keys, which are then weighed like others."""
+    fill_passes: bool = False
+    """Whether it is added to their scores, and a gradient passes to these."""
 
     @property
     def visibility(self) -> Visibility:
@@ -127,7 +131,8 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
     params: dict[str, Any] = {
         "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
         "empty_rows": "nan", "out_dtype": None, "score": None, "widen_k": None,
-        "widen_v": None, "normalisation": SOFTMAX, "divisor": None,
+        "widen_v": None, "normalisation": SOFTMAX, "divisor": None, "fill": None,
+        "fill_passes": False,
     }  # fmt: skip
     arrays = {"q": q, "k": k, "v": v}
     sizes = sizes_of(q, k, given.pop("config", None) or DEFAULT)
@@ -136,6 +141,8 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
             params[name] = value
         elif value is not None:
             arrays[name] = value
+    if params["fill"] is not None:  # a row without scores is as written, then
+        params["empty_rows"] = "nan"
     params["out_dtype"] = jnp.dtype(params["out_dtype"] or q.dtype)
     floats = [x.dtype for x in (q, k, v) if x.dtype.name not in FEW_BITS]
     wide = jnp.promote_types(jnp.result_type(*floats), jnp.float32)

@@ -129,6 +129,10 @@ class Tile:
         return x
 
     def seen(self) -> list[Array]:
+        """Returns which keys are seen and new, bool, broadcastable to the tile."""
+        return self.shown() + self.fresh()
+
+    def shown(self) -> list[Array]:
         """Returns the masks, bool, broadcastable to the tile."""
         p, step = self.p, self.block.step
         masks = [self.part("mask")] if "mask" in p.arrays else []
@@ -152,7 +156,7 @@ class Tile:
             masks.append(inside)
         if "kv_lengths" in p.arrays:
             masks.append(self.s < step.per_batch("kv_lengths"))
-        return masks + self.fresh()
+        return masks
 
     def places(self) -> tuple[Array | None, ...]:
         """Returns the keys' positions, and the first and the last that rows see."""
@@ -224,6 +228,8 @@ class Tile:
         if "alibi" in p.arrays:
             x = x + step.per_head("alibi") * self.relative().astype(p.wide)
         hidden = self.seen()
+        if p.fill is not None:
+            x, hidden = self.filled(x), self.fresh()
         for seen in hidden:
             x = jnp.where(seen, x, -jnp.inf if p.normalisation == SOFTMAX else 0)
         plain = bent is None and not hidden and not {"bias", "alibi"} & p.arrays.keys()
@@ -234,10 +240,19 @@ class Tile:
             x = lax.optimization_barrier(x)
         return x.reshape(flat), bent
 
+    def filled(self, x: Array) -> Array:
+        """Returns scores [b, k, g, t, s] with the fill where a mask hides a key."""
+        shown = self.shown()
+        if not shown:
+            return x
+        keep = functools.reduce(operator.and_, shown)
+        more = x if self.p.fill_passes else 0
+        return jnp.where(keep, x, more + self.p.fill)
+
     def only_seen(self, x: Array) -> Array:
         """Returns x [c, r, s] with 0 for hidden keys, even instead of NaN."""
         apart = self.by_head(x)
-        for seen in self.seen():
+        for seen in self.fresh() if self.p.fill_passes else self.seen():
             apart = jnp.where(seen, apart, 0)
         return apart.reshape(x.shape)
 

@@ -237,7 +237,7 @@ class Block:
     ) -> Any:
         """Runs ``carry = body(tile, carry)`` for each key block some row sees."""
         low, whole, high = self.bounds()
-        if every:
+        if every or self.p.fill is not None:
             low, whole, high = 0, 0, -(-self.p.sizes.s // self.p.sizes.keys)
 
         def run(start: Any, end: Any, edge: bool, carry: Any) -> Any:

@@ -101,7 +101,8 @@ class SoftmaxRegion(Candidate):
                 raise Refused("scores", "there is no softmax of the scores alone")
         if leaf is None:
             raise Refused("scores", "there is no softmax of the scores", score=0.3)
-        return self.weighed_sum(ev, form, args, parts, bias), leaf
+        softmax = self.weighed_sum(ev, form, args, parts, bias)
+        return dataclasses.replace(softmax, function=leaf), leaf
 
     def _require_one_meaning(self, softmax: Softmax, function: Function) -> None:
         """Refuses a row of nothing but -inf, or of large fills, where results differ.

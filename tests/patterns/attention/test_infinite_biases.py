@@ -164,11 +164,12 @@ def test_an_infinite_fill_hides_beside_any_bias() -> None:
     assert site.params["window"] == (None, 0)
 
 
-def test_the_report_says_what_is_assumed() -> None:
+def test_the_report_says_what_is_done() -> None:
     causal = attention(lambda s, b, _: jnp.where(SEEN, s + b, -1e9))
     explain = lambda x, **more: str(
         rewriter.explain(causal, implementation=FORCED, **more)(Q, K, V, x, LEFT)
     )
-    assert "the bias of each head is taken to be finite" in explain(OF_HEADS)
+    assert "masked ones are weighed" in explain(OF_HEADS)
+    assert "masked ones are weighed" not in explain(OF_HEADS, assume=("finite",))
     assert "causal" in explain(HIDES, assume=("finite",))
     assert "causal" not in explain(HIDES)

@@ -45,7 +45,12 @@ def einsum(form: str, *arrays: Any, preferred_element_type: Any = None) -> np.nd
 
 
 def hidden(
-    scores: np.ndarray, first: Any, last: Any, fill: Any = None, end: Any = None
+    scores: np.ndarray,
+    first: Any,
+    last: Any,
+    fill: Any = None,
+    end: Any = None,
+    passes: bool = False,
 ) -> np.ndarray:
     column = np.arange(scores.shape[1])[None]
     keep = np.ones(scores.shape, bool) if last is None else column <= last[:, None]
@@ -53,7 +58,9 @@ def hidden(
         keep = keep & (column >= first[:, None])
     other = np.full(scores.shape, -np.inf, np.float32)
     if fill is not None:
-        other = np.where(column <= end[:, None], fill[:, None], other)
+        number = fill[:, None]
+        number = np.fmin(scores, number) if passes else number
+        other = np.where(column <= end[:, None], number, other)
     return np.where(keep, scores, other)
 
 
