@@ -113,24 +113,49 @@ class _Late:
     depth: Mapping[Any, int]
 
     @classmethod
-    def of(cls, around: Equations) -> _Late:
+    def of(cls, body: Any) -> _Late | None:
+        """What a body reads late; None if none of it is computed expensively."""
         depth: dict[Any, int] = {}
         readers: dict[Any, list[int]] = {}
-        saved = {a for a in around.outs if not _jax.is_literal(a)}
-        for k, eqn in enumerate(around.eqns):
-            inputs = _vars(eqn)
+        saved = {a for a in _outs(body) if not _jax.is_literal(a)}
+        get, variable = depth.get, _jax.Var
+        for k, eqn in enumerate(body.eqns):
+            inputs = [a for a in eqn.invars if a.__class__ is variable]
             fused = is_elementwise(eqn)
-            after = max((depth.get(a, 0) for a in inputs), default=0)
-            here = after + (not fused and _is_product(eqn))
-            depth.update(dict.fromkeys(eqn.outvars, here))
-            for value in inputs:
-                if after - depth.get(value, 0) < LATE:
+            depths = [get(a, 0) for a in inputs]
+            after = max(depths, default=0)
+            here = after if fused else after + _is_product(eqn)
+            for v in eqn.outvars:
+                depth[v] = here
+            if not after or after - min(depths) < LATE:
+                continue
+            for value, own in zip(inputs, depths, strict=True):
+                if after - own < LATE:
                     continue
                 if fused:
                     readers.setdefault(value, []).append(k)
                 else:
                     saved.add(value)
+        if not _reads_expensive(body, readers):
+            return None
+        around = Equations(body)
         return cls(around, readers, saved, _early(around, readers), depth)
+
+
+def _reads_expensive(body: Any, late: Iterable[Any]) -> bool:
+    """Whether values that are read late are fused with an expensive function."""
+    makers = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+    todo, seen = list(late), set(late)
+    while todo:
+        maker = makers.get(todo.pop())
+        if maker is None or not _is_fused(maker):
+            continue
+        if _is_expensive(maker):
+            return True
+        new = [v for v in _vars(maker) if v not in seen]
+        seen.update(new)
+        todo += new
+    return False
 
 
 def _early(around: Equations, late: Mapping[Any, list[int]]) -> set[Any]:
@@ -196,6 +221,10 @@ def _is_fused(maker: Any) -> bool:
 
 def _vars(eqn: Any) -> list[Any]:
     return [a for a in eqn.invars if not _jax.is_literal(a)]
+
+
+def _outs(body: Any) -> list[Any]:
+    return getattr(body, "jaxpr", body).outvars
 
 
 def _cut(late: _Late, region: _Region) -> frozenset[Any]:
@@ -272,9 +301,9 @@ def _again(late: _Late, region: _Region) -> _Again | None:
 
 def _changed(body: Any, _: Device) -> Changed:
     """Computes activations again instead of saving what their gradients read."""
-    if not any(map(_is_expensive, body.eqns)):
+    late, found = _Late.of(body), list[Recomputed]()
+    if late is None:
         return body, ()
-    late, found = _Late.of(Equations(body)), list[Recomputed]()
     before: dict[int, list[Any]] = {}
     instead: dict[int, dict[Any, Any]] = {}
     for region in _regions(late):
