@@ -162,10 +162,14 @@ def reference(
         shares = weighed(scores, keep)
     if dropout is not None:
         shares = shares * dropout.astype(wide)
-    shares = shares.reshape(b, heads, n // heads, t, s)
-    last = precision or weights
-    out = contraction("bkgts,bske->btkge", shares, v.astype(wide), precision=last)
-    return out.reshape(b, t, n, e).astype(out_dtype or q.dtype)
+    last, v = precision or weights, v.astype(wide)
+    if heads == n:  # each query head has keys and values of its own
+        out = contraction("bnts,bsne->btne", shares, v, precision=last)
+    else:
+        shares = shares.reshape(b, heads, n // heads, t, s)
+        out = contraction("bkgts,bske->btkge", shares, v, precision=last)
+        out = out.reshape(b, t, n, e)
+    return out.astype(out_dtype or q.dtype)
 
 
 def _scores(
@@ -179,12 +183,14 @@ def _scores(
 ) -> Array:
     """Products of queries with keys, scaled and capped, [b, n, t, s]."""
     (b, t, n, h), (s, heads) = q.shape, k.shape[1:3]
-    queries = q.reshape(b, t, heads, n // heads, h)
-    scores = contraction(
-        "btkgh,bskh->bkgts", queries, k, precision=precision,
-        preferred_element_type=wide,
-    )  # fmt: skip
-    scores = scores.reshape(b, n, t, s) * scale
+    options: dict[str, Any] = {"precision": precision, "preferred_element_type": wide}
+    if heads == n:
+        scores = contraction("btnh,bsnh->bnts", q, k, **options)
+    else:
+        queries = q.reshape(b, t, heads, n // heads, h)
+        scores = contraction("btkgh,bskh->bkgts", queries, k, **options)
+        scores = scores.reshape(b, n, t, s)
+    scores = scores * scale
     if scale_factor is not None:
         scores = scores * scale_factor.astype(wide)
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

@@ -106,7 +106,9 @@ class Visibility:
     # ---------------------------------------------------------- pairs one by one
     def relative(self, queries: Any, keys: Any) -> Any:
         """Returns the position of keys less that of queries."""
-        relative = keys - queries - self.shift
+        relative = keys - queries
+        if self.shift != 0:
+            relative = relative - self.shift
         return relative if self.offset is None else relative - self.offset
 
     def keep(self, queries: Any, keys: Any) -> Any:

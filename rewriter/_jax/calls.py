@@ -19,6 +19,8 @@ CUSTOM = {
     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call",
 }  # fmt: skip
 BODIES = CALLS | REMAT | CUSTOM | {"scan", "while", "cond", "shard_map"}
+OF_KIND = {"call": CALLS, "remat": REMAT, "custom": CUSTOM, "opaque": CALLS | CUSTOM}
+"""The primitives of those kinds that are no primitive's name."""
 
 
 def call_kind(eqn: Any) -> str:
@@ -37,10 +39,14 @@ def call_kind(eqn: Any) -> str:
 
 def of_kind(kind: str, eqns: Sequence[Any]) -> list[tuple[int, Any]]:
     """The equations of a kind, with their positions; the kind is not empty."""
+    names = OF_KIND.get(kind, {kind})
+    prims = {p for p in {e.primitive for e in eqns} if p.name in names}
+    if not prims:  # so it is with nearly all bodies
+        return []
     return [
         (k, e)
-        for k, e in enumerate(eqns)  # nearly all are ordinary ones
-        if e.primitive.name in BODIES and call_kind(e) == kind
+        for k, e in enumerate(eqns)
+        if e.primitive in prims and call_kind(e) == kind
     ]
 
 

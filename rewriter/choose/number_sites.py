@@ -135,7 +135,7 @@ def _noted(plan: Plan, p: Placed, said: Site, kept: bool = True) -> str:
     else:
         plan.left_out.append(first)
     for index in range(first, first + 1 + p.copies):
-        plan.sites.append(dataclasses.replace(said, index=index))
+        plan.sites.append(said.numbered(index))
     return f"rewriter/{said.op}#{first}" if said.replaced else ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from rewriter.ops.registry import registry
 from rewriter.program.counted_loops import LOOPS
 from rewriter.program.graph import Graph, Node
 from rewriter.program.lines import users_line_of
+from rewriter.support.dtypes import number_kind
 from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.match")
@@ -211,8 +211,9 @@ def search(
             continue
         again: dict[str, tuple[Template, list[Match]] | None] = {}
         for pattern in patterns_here:
-            with _isolating_failures(find, pattern, node, failures):
-                again[pattern.name] = _matches_like(find, pattern, node, memory)
+            again[pattern.name] = _isolated(
+                _matches_like, find, pattern, node, memory, failures
+            )
         like = next((known for known, _ in filter(None, again.values())), None)
         for pattern in patterns_here:
             repeated = again.get(pattern.name)
@@ -221,8 +222,7 @@ def search(
                 continue
             if like is not None and memory.is_empty(pattern, like.anchor):
                 continue
-            with _isolating_failures(find, pattern, node, failures):
-                matches += _at(find, pattern, node, memory)
+            matches += _isolated(_at, find, pattern, node, memory, failures) or ()
     refused = {at: why.text for at, (_, why) in find.misses.items() if why.score >= 0.5}
     misses = tuple(_misses(find, matches))
     return Found(tuple(matches), misses, tuple(failures), refused)
@@ -241,13 +241,17 @@ def _may_be_matched(dtype: Any) -> bool:
     return not narrow and not jnp.issubdtype(dtype, jnp.complexfloating)
 
 
-@contextlib.contextmanager
-def _isolating_failures(
-    find: Finder, pattern: Pattern, node: Node, failures: list[Reason]
-) -> Iterator[None]:
+def _isolated(
+    step: Callable[..., Any],
+    find: Finder,
+    pattern: Pattern,
+    node: Node,
+    memory: SearchCache,
+    failures: list[Reason],
+) -> Any:
     """Turns an exception at one anchor into a failure; the other sites go on."""
     try:
-        yield
+        return step(find, pattern, node, memory)
     except RecursionError:
         deep = Refused("budget", "the region is too deep", score=0.3)
         find.missed(pattern.name, node, deep)
@@ -258,6 +262,7 @@ def _isolating_failures(
         log.debug("matching %s failed", pattern.name, exc_info=error)
         text = f"{pattern.name}: {type(error).__name__}: {error}"
         failures.append(Reason("internal", text, find.where(node)))
+    return None
 
 
 def _at(
@@ -446,12 +451,12 @@ def _made_alike(find: Finder, leaves: Mapping[int, int]) -> bool:
     for known, value in leaves.items():
         if known == value:
             continue
-        dtype = graph.dtype(known)
-        alike = not jnp.issubdtype(dtype, jnp.bool_) or same_makers(graph, known, value)
-        larger = jnp.issubdtype(dtype, jnp.floating) and (
+        kind = number_kind(graph.dtype(known))
+        alike = kind != "boolean" or same_makers(graph, known, value)
+        larger = kind == "float" and (
             find.largest_number(value) > find.largest_number(known)
         )
-        scalar = jnp.issubdtype(dtype, jnp.integer) and graph.shape(value) == ()
+        scalar = kind == "integer" and graph.shape(value) == ()
         smaller = scalar and find.least(value) < find.least(known)
         if larger or smaller or not alike:
             return False

@@ -10,8 +10,9 @@ of them are rejected by the names of their primitives alone.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +41,19 @@ class Step:
     through: frozenset[str] = LOCAL
     joins: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        for name in ("prims", "through", "joins"):  # sets have no hash
+            object.__setattr__(self, name, frozenset(getattr(self, name)))
 
-def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
-    """The patterns that may have a site in a program."""
-    names = primitives(jaxpr)
+
+def possible(jaxpr: Any, patterns: Sequence[Any], names: Set[str]) -> list[Any]:
+    """The patterns that may have a site in a program.
+
+    Args:
+        jaxpr: The program.
+        patterns: The patterns to choose from.
+        names: The names of its `primitives`.
+    """
     named = [
         p
         for p in patterns
@@ -137,27 +147,22 @@ PIECES = frozenset({"split", "slice", "dynamic_slice", "unstack"})
 MANY = 8
 
 
-class _Sieve:
-    """The steps taken on the way to each value, as bits.
+Way = tuple[str, tuple[Step, ...]]
+"""A pattern's name, and the steps of one path through its sites."""
 
-    Paths that are joined by another operand begin at different equations, or at
-    different pieces of one result: an activation times its own input is no gate.
-    """
 
-    def __init__(self, patterns: Sequence[Any]):
+class _Paths:
+    """The paths of some patterns as bits, and what primitives do to them."""
+
+    def __init__(self, ways: Iterable[Way]):
         self.rules: dict[str, _Rule] = {}
-        self.found: set[str] = set()
-        self.open = {p.name for p in patterns if p.steps}
         self.starts: dict[str, int] = {}
         self.moves: dict[str, list[_Move]] = {}
         self.kept: dict[str, int] = {}
-        self.memo: dict[Any, tuple[int, list[Taken]]] = {}
         self.tracked = 0
-        self.origins = itertools.count()
         bit = 1
-        for pattern in patterns:
-            for steps in _ways(pattern):
-                bit = self._add(pattern.name, steps, bit)
+        for name, steps in ways:
+            bit = self._add(name, steps, bit)
 
     def _add(self, name: str, steps: Sequence[Step], bit: int) -> int:
         first, before = bit, 0
@@ -182,6 +187,44 @@ class _Sieve:
             self.tracked |= bit - first
         return bit
 
+    def rule(self, name: str) -> _Rule:
+        """The effect of a primitive on paths; each primitive is analysed once.
+
+        A rounding that keeps all bits is a copy; checkpoints emit such roundings.
+        """
+        as_if = ["copy" if name == "reduce_precision" else name]
+        if name == BATCHED:
+            as_if.append("dot_general")
+        begun = kept = 0
+        moves: list[_Move] = []
+        for prim in as_if:
+            begun |= self.starts.get(prim, 0)
+            kept |= self.kept.get(prim, 0)
+            moves += self.moves.get(prim, ())
+        self.rules[name] = _Rule(begun, kept, tuple(moves), name in _jax.BODIES)
+        return self.rules[name]
+
+
+@functools.lru_cache(maxsize=64)
+def _paths(ways: tuple[Way, ...]) -> _Paths:
+    """The paths of some patterns; many programs may hold the same ones."""
+    return _Paths(ways)
+
+
+class _Sieve:
+    """The steps taken on the way to each value, as bits.
+
+    Paths that are joined by another operand begin at different equations, or at
+    different pieces of one result: an activation times its own input is no gate.
+    """
+
+    def __init__(self, patterns: Sequence[Any]):
+        self.paths = _paths(tuple((p.name, way) for p in patterns for way in _ways(p)))
+        self.found: set[str] = set()
+        self.open = {p.name for p in patterns if p.steps}
+        self.memo: dict[Any, tuple[int, list[Taken]]] = {}
+        self.origins = itertools.count()
+
     def body(self, jaxpr: Any, taken: Sequence[Taken]) -> list[Taken]:
         """The steps taken to a body's results, from those taken to its arguments."""
         key = (id(jaxpr.eqns), *taken)
@@ -203,36 +246,19 @@ class _Sieve:
         ]
 
     def _equations(self, eqns: Sequence[Any], env: dict[Any, Taken]) -> None:
-        variable, rules, get = _jax.Var, self.rules, env.get
+        variable, rules, get = _jax.Var, self.paths.rules, env.get
         for eqn in eqns:
             if not self.open:
                 return  # all patterns are possible already
             name = eqn.primitive.name
             if _is_batched(eqn):
                 name = BATCHED
-            rule = rules.get(name) or self._rule(name)
+            rule = rules.get(name) or self.paths.rule(name)
             taken = [t for a in eqn.invars if a.__class__ is variable and (t := get(a))]
             if rule.inner:
                 self._inner(eqn, env)
             elif taken or rule.begun:
                 self._step(eqn, env, rule, taken)
-
-    def _rule(self, name: str) -> _Rule:
-        """The effect of a primitive on paths; each primitive is analysed once.
-
-        A rounding that keeps all bits is a copy; checkpoints emit such roundings.
-        """
-        as_if = ["copy" if name == "reduce_precision" else name]
-        if name == BATCHED:
-            as_if.append("dot_general")
-        begun = kept = 0
-        moves: list[_Move] = []
-        for prim in as_if:
-            begun |= self.starts.get(prim, 0)
-            kept |= self.kept.get(prim, 0)
-            moves += self.moves.get(prim, ())
-        self.rules[name] = _Rule(begun, kept, tuple(moves), name in _jax.BODIES)
-        return self.rules[name]
 
     def _step(
         self, eqn: Any, env: dict[Any, Taken], rule: _Rule, taken: Sequence[Taken]
@@ -245,7 +271,7 @@ class _Sieve:
             out |= self._moved(bits, taken, rule.moves)
         if not out:
             return
-        if not out & self.tracked:
+        if not out & self.paths.tracked:
             after = out, NOTHING[1]
         elif begun or eqn.primitive.name in PIECES:
             for var in eqn.outvars:

@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
-import jax.numpy as jnp
-
 from rewriter.algebra.canonicalize import (
     LAYOUT_PRIMITIVES,
     TRANSPARENT,
@@ -21,6 +19,7 @@ from rewriter.find.match import Match
 from rewriter.gradients.through_loops import through
 from rewriter.program.graph import Graph, Node
 from rewriter.program.walk import values_below
+from rewriter.support.dtypes import number_kind
 
 REACH = 240
 """The most values below a cotangent to examine."""
@@ -347,4 +346,4 @@ def _is_wider(dtype: Any, other: Any) -> bool:
 
 def is_float(dtype: Any) -> bool:
     """Whether values of a dtype have gradients."""
-    return bool(jnp.issubdtype(dtype, jnp.floating))
+    return number_kind(dtype) == "float"

@@ -30,22 +30,38 @@ NEAREST = "nearest"
 
 def sources(config: Config, device: Device, op: str) -> list[Source]:
     """Where measurements of a device may be found, the strongest first."""
+    kind = device.kind
     found: list[Source] = [("tuned", _given(t).entries) for t in config.tuned[::-1]]
     if config.tune != "off":
-        found += _cached_and_shipped(device, op)
-    own = [(name, [e for e in es if e[0].device == device.kind]) for name, es in found]
-    own += [(NEAREST, list(carried_over(es, device.kind))) for _, es in found]
-    return [(name, entries) for name, entries in own if entries]
+        found += _cached(kind, op)
+    own: list[Source] = [(name, _own(es, kind)) for name, es in found]
+    near: list[Source] = [(NEAREST, tuple(carried_over(es, kind))) for _, es in found]
+    if config.tune != "off":
+        ours, others = _shipped_for(op, kind)
+        own.append(("shipped", ours))
+        near.append((NEAREST, others))
+    return [(name, entries) for name, entries in (*own, *near) if entries]
 
 
-def _cached_and_shipped(device: Device, op: str) -> list[Source]:
-    """What this machine measured, and what comes with the package."""
-    found: list[Source] = []
-    if jax.process_count() == 1:  # all hosts must compile one program
-        mine = cache.entries(device.kind, op)
-        here = [(k, tuple(m for m in ms if m.jax == jax.__version__)) for k, ms in mine]
-        found.append(("cached", [(k, ms) for k, ms in here if ms]))
-    return [*found, ("shipped", shipped(op, device.kind).entries)]
+def _cached(kind: str, op: str) -> list[Source]:
+    """What this machine measured."""
+    if jax.process_count() > 1:  # all hosts must compile one program
+        return []
+    mine = cache.entries(kind, op)
+    here = [(k, tuple(m for m in ms if m.jax == jax.__version__)) for k, ms in mine]
+    return [("cached", [(k, ms) for k, ms in here if ms])]
+
+
+def _own(entries: Sequence[Entry], kind: str) -> tuple[Entry, ...]:
+    """The measurements that were made on a device kind."""
+    return tuple(e for e in entries if e[0].device == kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _shipped_for(op: str, kind: str) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """What comes with the package: measured on a device kind, and on its relatives."""
+    entries = shipped(op, kind).entries
+    return _own(entries, kind), tuple(carried_over(entries, kind))
 
 
 def look_up(

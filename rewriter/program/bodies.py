@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -12,20 +12,30 @@ from rewriter import _jax
 Change = Callable[[Any], Any]
 """Maps a body, closed or not, to another one, or to itself if nothing changes."""
 
+JAXPRS = ClosedJaxpr, Jaxpr
 
-def map_bodies(program: Any, change: Change, first: Change = lambda body: body) -> Any:
+
+def map_bodies(
+    program: Any,
+    change: Change,
+    first: Change = lambda body: body,
+    wanted: Set[str] = frozenset(),
+) -> Any:
     """Returns a program with its bodies changed, inner bodies first.
 
     Args:
         program: The program; it is returned itself if nothing changes.
         change: Changes a body after its inner bodies.
         first: Changes a body before its inner bodies.
+        wanted: If not empty, names of primitives: `change` gets only bodies that hold
+            one of them.
     """
-    return _Bodies(change, first).changed(program)
+    return _Bodies(change, first, wanted).changed(program)
 
 
 def map_equations(
     body: Any,
+    primitives: Set[Any],
     chosen: Callable[[Any], bool],
     change: Callable[[Any, Mapping[Any, Any]], Any],
 ) -> Any:
@@ -33,33 +43,45 @@ def map_equations(
 
     Args:
         body: The body; bodies inside it stay.
-        chosen: Says whether an equation may change.
+        primitives: The primitives of equations that may change.
+        chosen: Says whether such an equation may change.
         change: Changes an equation, given the equation that makes each variable.
     """
-    if not any(map(chosen, body.eqns)):
+    eqns = list(body.eqns)
+    some = [k for k, e in enumerate(eqns) if e.primitive in primitives and chosen(e)]
+    if not some:
         return body
-    makers = {v: e for e in body.eqns for v in e.outvars}
-    eqns = [change(e, makers) if chosen(e) else e for e in body.eqns]
-    if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
+    makers = {v: e for e in eqns for v in e.outvars}
+    for k in some:
+        eqns[k] = change(eqns[k], makers)
+    if all(eqns[k] is body.eqns[k] for k in some):
         return body
     return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
 
 
 class _Bodies:
-    def __init__(self, change: Change, first: Change) -> None:
-        self.change, self.first = change, first
+    def __init__(self, change: Change, first: Change, wanted: Set[str]) -> None:
+        self.change, self.first, self.wanted = change, first, wanted
         self.known: dict[int, tuple[Any, Any]] = {}
 
     def changed(self, body: Any) -> Any:
-        if id(body) not in self.known:
-            inner = self._with_bodies(self.first(body))
-            self.known[id(body)] = body, self.change(inner)
-        return self.known[id(body)][1]
+        known = self.known.get(id(body))
+        if known is None:
+            first = self.first(body)
+            held = {eqn.primitive for eqn in first.eqns}
+            inner = self._with_bodies(first, held)
+            if not self.wanted or any(p.name in self.wanted for p in held):
+                inner = self.change(inner)
+            known = self.known[id(body)] = body, inner
+        return known[1]
 
-    def _with_bodies(self, body: Any) -> Any:
+    def _with_bodies(self, body: Any, held: Set[Any]) -> Any:
+        outer = {p for p in held if p.name in _jax.BODIES}
+        if not outer:
+            return body
         eqns, changed = list(body.eqns), False
         for k, eqn in enumerate(eqns):
-            if eqn.primitive.name in _jax.BODIES:
+            if eqn.primitive in outer:
                 eqns[k] = self._with_its_bodies(eqn)
                 changed = changed or eqns[k] is not eqn
         if not changed:
@@ -67,14 +89,21 @@ class _Bodies:
         return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
 
     def _with_its_bodies(self, eqn: Any) -> Any:
-        if not _jax.call_kind(eqn):
+        if self._is_known_call(eqn) or not _jax.call_kind(eqn):
             return eqn
         changed = {}
         for name, value in eqn.params.items():
             many = isinstance(value, tuple)
             bodies = value if many else (value,)
-            if bodies and all(isinstance(b, ClosedJaxpr | Jaxpr) for b in bodies):
+            if bodies and all(isinstance(b, JAXPRS) for b in bodies):
                 new = tuple(map(self.changed, bodies))
                 if any(a is not b for a, b in zip(new, bodies, strict=True)):
                     changed[name] = new if many else new[0]
         return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+
+    def _is_known_call(self, eqn: Any) -> bool:
+        """Whether an equation calls a body that was seen before and does not change."""
+        body = eqn.params.get("jaxpr")
+        known = self.known.get(id(body))
+        same = known is not None and known[0] is body and known[1] is body
+        return same and eqn.primitive.name in _jax.CALLS

@@ -23,13 +23,15 @@ class Equations:
     def __init__(self, jaxpr: Any):
         self.eqns: list[Any] = list(jaxpr.eqns)
         self.outs: list[Any] = list(getattr(jaxpr, "jaxpr", jaxpr).outvars)
-        self._made: dict[Any, int] = {}
+        self._made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self._read: dict[Any, list[int]] = {}
         self._replaced: dict[int, tuple[Any, Any]] = {}
-        for i, eqn in enumerate(self.eqns):
-            self._made.update(dict.fromkeys(eqn.outvars, i))
-            self._reads(i, eqn.invars)
-        self._reads(self.end, self.outs)
+        readers, variable = self._read, _jax.Var
+        atoms_read = (eqn.invars for eqn in self.eqns)
+        for i, atoms in enumerate((*atoms_read, self.outs)):  # in order
+            for atom in atoms:
+                if atom.__class__ is variable:
+                    readers.setdefault(atom, []).append(i)
 
     @property
     def end(self) -> int:

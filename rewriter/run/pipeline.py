@@ -75,15 +75,20 @@ PREPARE = (
 )
 """The passes before the search for sites."""
 
+FOLD = Pass(
+    "fold",
+    steps.leave_out_equal_layers,
+    lambda p: (
+        p.folded is None and not p.spread and len(p.closed_jaxpr.eqns) >= fold.WORTH
+    ),
+    optional=True,
+)
+"""Runs before `PREPARE` already, if none of those passes changes what is left."""
+
 PASSES = (
     *PREPARE,
     # Find: which ops does the program compute, and where are their gradients?
-    Pass(
-        "fold",
-        steps.leave_out_equal_layers,
-        lambda p: not p.spread and len(p.closed_jaxpr.eqns) >= fold.WORTH,
-        optional=True,
-    ),
+    FOLD,
     Pass("graph", steps.make_graph),
     Pass("match", steps.find_sites),
     Pass("special_forms", steps.prefer_special_forms, lambda p: p.has_special_forms),

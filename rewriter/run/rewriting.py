@@ -24,7 +24,7 @@ from rewriter.program.propagation import Placement
 from rewriter.rewrite.rewritten import Rewritten
 from rewriter.rewrite.unfold import TurnsDiffer
 from rewriter.run import steps
-from rewriter.run.pipeline import PASSES, PREPARE
+from rewriter.run.pipeline import FOLD, PASSES, PREPARE
 from rewriter.run.program import Pass, Program
 from rewriter.run.validate import validate
 from rewriter.site.facts import Facts
@@ -63,13 +63,17 @@ def _rewritten(
     placement: Placement | str | None,
 ) -> Rewritten:
     clock = _Clock()
-    program = _prepared(closed_jaxpr, config, user_patterns, placement, clock)
+    start = _start(closed_jaxpr, config, user_patterns, placement)
+    program = _prepared_and_folded(start, clock)
     if not program.patterns:
         return _without_patterns(program, clock)
+    known = program.folded is None and program.closed_jaxpr is closed_jaxpr
     try:
-        program = _after_passes(program, clock, _later_passes())
+        later = _later_passes(without="fold" if known else "")
+        program = _after_passes(program, clock, later)
     except TurnsDiffer as why:
         log.debug("layers are looked at one by one: %s", why)
+        program = _after_passes(start, clock, PREPARE)
         program = _after_passes(program, clock, _later_passes(without="fold"))
     program.walks.graph.release()
     assert program.found is not None
@@ -109,7 +113,7 @@ def has_sites(
         user_patterns: Patterns beyond those that the configuration names.
     """
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
-        program = _prepared(closed_jaxpr, config, user_patterns)
+        program = _prepared(_start(closed_jaxpr, config, user_patterns))
         if not program.patterns:
             return False
         found = steps.find_sites(steps.make_graph(program)).found
@@ -135,7 +139,7 @@ def tasks(
         placement: As for `rewrite`; what is measured is what one device computes.
     """
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
-        program = _prepared(closed_jaxpr, config, user_patterns, placement)
+        program = _prepared(_start(closed_jaxpr, config, user_patterns, placement))
         if not program.patterns:
             return []
         program = steps.find_sites(steps.make_graph(program))
@@ -152,20 +156,39 @@ def tasks(
         return gathered
 
 
-def _prepared(
+def _start(
     closed_jaxpr: ClosedJaxpr,
     config: Config,
     user_patterns: Sequence[Any],
     placement: Placement | str | None = None,
-    clock: _Clock | None = None,
 ) -> Program:
-    """The program after `PREPARE`; without patterns if none can occur in it."""
+    """The program before the first pass."""
     from rewriter.patterns.sets import in_force
 
     patterns = tuple(in_force(config.patterns, (*config.using, *user_patterns)))
     held = frozenset(primitives(closed_jaxpr))
-    start = Program(closed_jaxpr, closed_jaxpr, config, patterns, held, placement)
-    return _after_passes(start, clock or _Clock(), PREPARE)
+    return Program(closed_jaxpr, closed_jaxpr, config, patterns, held, placement)
+
+
+def _prepared(program: Program) -> Program:
+    """The program after `PREPARE`; without patterns if none can occur in it."""
+    return _after_passes(program, _Clock(), PREPARE)
+
+
+def _prepared_and_folded(start: Program, clock: _Clock) -> Program:
+    """The program after `PREPARE`, perhaps with equal layers left out already.
+
+    Most programs are changed by none of the passes of `PREPARE`. Those passes then look
+    at a few layers in place of all. If one does change these, all are prepared.
+    """
+    short = _after_passes(start, clock, [FOLD]) if start.patterns else start
+    if short.folded is not None:
+        ready = _after_passes(short, clock, PREPARE)
+        if not ready.patterns:
+            return replace(ready, closed_jaxpr=start.closed_jaxpr, folded=None)
+        if ready.closed_jaxpr is short.closed_jaxpr:
+            return ready
+    return _after_passes(replace(start, failures=short.failures), clock, PREPARE)
 
 
 def _later_passes(without: str = "") -> list[Pass]:

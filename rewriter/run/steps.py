@@ -19,7 +19,7 @@ from rewriter.errors import RewriterError
 from rewriter.find.hidden_by_rules import hidden_by_rules
 from rewriter.find.match import Match, search
 from rewriter.find.region import Regions
-from rewriter.find.sieve import possible
+from rewriter.find.sieve import possible, primitives
 from rewriter.gradients.general_form import with_general_forms
 from rewriter.gradients.search import search_gradients
 from rewriter.program.bodies import map_bodies
@@ -69,7 +69,10 @@ def take_platform_branches(program: Program) -> Program:
 
 def keep_possible_patterns(program: Program) -> Program:
     """Leaves out patterns that cannot occur, by the program's primitives."""
-    found = possible(program.closed_jaxpr, program.patterns)
+    names = program.primitives
+    if program.closed_jaxpr is not program.original:
+        names = frozenset(primitives(program.closed_jaxpr))
+    found = possible(program.closed_jaxpr, program.patterns, names)
     return replace(program, patterns=tuple(for_platform(found, program.config)))
 
 
@@ -106,12 +109,15 @@ def multiply_softmaxes(program: Program) -> Program:
     made = program.closed_jaxpr
     if "scan" in program.primitives:
         made = pairs_of_loops.change_pairs(made, _of_softmaxes)
-    made = map_bodies(made, lambda body: _of_softmaxes(body) or body)
+    change = lambda body: _of_softmaxes(body) or body
+    made = map_bodies(made, change, wanted={"dot_general"})
     return replace(program, closed_jaxpr=made)
 
 
 def _of_softmaxes(body: Any) -> Any:
     """A body with softmaxes multiplied by the values; None without sums of any."""
+    if not differences_of_softmaxes.multiplies_sums(body):
+        return None
     one = differences_of_softmaxes.changed(body)
     return parts_of_softmaxes.changed(one or body) or one
 

@@ -1,7 +1,8 @@
-"""Kinds of dtypes: which values have gradients."""
+"""Kinds of dtypes: which values have gradients, and which are numbers of a kind."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,3 +31,22 @@ def is_inexact(x: Any) -> bool:
 def _dtype(x: Any) -> Any:
     dtype = getattr(x, "dtype", None)
     return jnp.result_type(x) if dtype is None else dtype
+
+
+@functools.lru_cache(maxsize=256)
+def number_kind(dtype: Any) -> str:
+    """Returns ``"float"``, ``"integer"`` or ``"boolean"``; ``""`` for other dtypes.
+
+    Asking JAX takes longer, and is done for each value of a program.
+
+    Example:
+        >>> number_kind(jnp.dtype("bfloat16")), number_kind(jnp.dtype("uint8"))
+        ('float', 'integer')
+    """
+    for name, kind in KINDS.items():
+        if jnp.issubdtype(dtype, kind):
+            return name
+    return ""
+
+
+KINDS = {"float": jnp.floating, "integer": jnp.integer, "boolean": jnp.bool_}

@@ -19,7 +19,8 @@ X, W, V = jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.ones((16, 8))
 
 def names(fn, *args) -> set[str]:
     patterns = in_force(Config().patterns, ())
-    return {p.name for p in possible(jax.make_jaxpr(fn)(*args), patterns)}
+    program = jax.make_jaxpr(fn)(*args)
+    return {p.name for p in possible(program, patterns, sieve.primitives(program))}
 
 
 @pytest.mark.parametrize(

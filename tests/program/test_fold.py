@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import jax
@@ -14,7 +15,7 @@ from rewriter import _jax
 from rewriter.config import resolve
 from rewriter.program import fold
 from rewriter.program.repeats import Numbered, runs
-from rewriter.run import rewriting, steps
+from rewriter.run import pipeline, rewriting, steps
 
 pytestmark = pytest.mark.once
 
@@ -273,6 +274,52 @@ def test_gradients_that_are_terms_of_a_sum(around) -> None:
     assert short.sites == whole.sites
     assert sum(s.backward for s in short.sites) == len(short.sites) == 3 * LAYERS
     assert all(bool(s.again) == (around is jax.checkpoint) for s in short.sites)
+
+
+def sizes_of_passes(fn, *args) -> dict[str, int]:
+    """The equations that the sieve and the search for sums of softmaxes were given."""
+    sizes = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("keep_possible_patterns", "multiply_softmaxes"):
+            (step,) = (s for s in pipeline.PREPARE if s.run is getattr(steps, name))
+
+            def run(program, name=name, real=step.run):
+                sizes[name] = len(program.closed_jaxpr.eqns)
+                return real(program)
+
+            noted = dataclasses.replace(step, run=run)
+            passes = [noted if s is step else s for s in rewriting.PREPARE]
+            patch.setattr(rewriting, "PREPARE", tuple(passes))
+        rewriting.rewrite(jax.make_jaxpr(fn)(*args), CONFIG)
+    return sizes
+
+
+def test_layers_are_left_out_before_a_program_is_prepared() -> None:
+    whole = len(jax.make_jaxpr(decoder)(weights(20), X).eqns)
+    sizes = sizes_of_passes(decoder, weights(20), X)
+    assert max(sizes.values()) < whole / 2
+
+
+def differential(ps, x):
+    """Layers whose sums of softmaxes are multiplied one by one first."""
+    for p in ps:
+        h = norm(x, p["n1"])
+        q, k, v = ((h @ p[w]).reshape(B, T, HEADS, D // HEADS) for w in "qkv")
+        one = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        other = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", k, q))
+        y = jnp.einsum("bhts,bshd->bthd", one - 0.3 * other, v)
+        x = x + y.reshape(B, T, D) @ p["o"]
+    return x
+
+
+def test_layers_that_a_pass_changes_are_all_prepared() -> None:
+    """The pass that multiplies softmaxes one by one changes what is left of them."""
+    whole = len(jax.make_jaxpr(differential)(weights(), X).eqns)
+    sizes = sizes_of_passes(differential, weights(), X)
+    assert sizes["multiply_softmaxes"] == whole
+    short = check(differential, weights(), X)
+    assert sum(s.op == "attention" for s in short.sites) == 2 * LAYERS
+    assert all(s.replaced for s in short.sites)
 
 
 def test_gradients_of_equal_sites_are_traced_once(monkeypatch) -> None:

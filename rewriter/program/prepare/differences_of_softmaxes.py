@@ -219,21 +219,37 @@ def multiplies_sums(body: Any) -> bool:
 
     Few bodies do. It is asked before more is looked at.
     """
-    quotients: set[Any] = set()
-    sums: set[Any] = set()
+    roles = {p: _role(p.name) for p in {eqn.primitive for eqn in body.eqns}}
+    if not {"quotient", "sum", "product"} <= set(roles.values()):
+        return False
+    is_sum: dict[Any, bool] = {}  # of what may be a softmax, or a sum of some
+    variable, get = _jax.Var, is_sum.get
     for eqn in body.eqns:
-        name = eqn.primitive.name
-        if name == "div" or name in _jax.BODIES:
-            quotients.update(eqn.outvars)
-        elif name in _KEPT and quotients:
-            known = [a for a in eqn.invars if not _jax.is_literal(a)]
-            if not sums.isdisjoint(known):
-                sums.update(eqn.outvars)
-            elif not quotients.isdisjoint(known):
-                (sums if name in ("add", "sub") else quotients).update(eqn.outvars)
-        elif name == "dot_general" and not sums.isdisjoint(eqn.invars):
-            return True
+        role = roles[eqn.primitive]
+        if not role:
+            continue
+        if role == "quotient":
+            is_sum.update(dict.fromkeys(eqn.outvars, False))
+            continue
+        known = [get(a) for a in eqn.invars if a.__class__ is variable]
+        if True in known:
+            if role == "product":
+                return True
+            is_sum.update(dict.fromkeys(eqn.outvars, True))
+        elif False in known and role != "product":
+            is_sum.update(dict.fromkeys(eqn.outvars, role == "sum"))
     return False
+
+
+def _role(name: str) -> str:
+    """What a primitive is in a product of sums of softmaxes."""
+    if name == "div" or name in _jax.BODIES:
+        return "quotient"
+    if name == "dot_general":
+        return "product"
+    if name in ("add", "sub"):
+        return "sum"
+    return "kept" if name in _KEPT else ""
 
 
 def changed(body: Any) -> Any:

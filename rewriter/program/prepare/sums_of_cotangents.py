@@ -34,13 +34,15 @@ def sum_each(program: Any) -> Any:
     Args:
         program: The program, closed.
     """
-    return map_bodies(program, lambda body: _changed(body) or body)
+    return map_bodies(program, lambda body: _changed(body) or body, wanted={"add_any"})
 
 
 def _changed(body: Any) -> Any:
     """A body whose sums of cotangents are taken one by one; None without any."""
     added = {e.outvars[0] for e in body.eqns if e.primitive.name == "add_any"}
-    if not any(_is_sum(e) and e.invars[0] in added for e in body.eqns):
+    sums = (e for e in body.eqns if e.primitive.name == "reduce_sum")
+    read = (e for e in sums if not _jax.is_literal(e.invars[0]))
+    if not any(e.invars[0] in added and _is_sum(e) for e in read):
         return None
     here, done = _Body(body), set[int]()
     eqns: list[Any] = []

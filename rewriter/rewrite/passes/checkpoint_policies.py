@@ -50,7 +50,7 @@ def keep_policies(program: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         program: A rewritten program.
     """
-    return map_bodies(program, _with_policies)
+    return map_bodies(program, _with_policies, wanted=_jax.REMAT)
 
 
 def _with_policies(body: Any) -> Any:

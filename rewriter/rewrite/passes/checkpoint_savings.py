@@ -37,6 +37,9 @@ WORTH = 500.0
 """The fewest operations per byte that make a value worth saving: as many as a Hopper
 GPU does while it writes and reads a byte twice."""
 
+WANTED = frozenset({*_jax.REMAT, "scan"})
+"""Primitives of bodies in which something is computed again."""
+
 
 @dataclass(frozen=True)
 class Saved(Change):
@@ -77,7 +80,8 @@ def save(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Saved, .
             body = other
         return body
 
-    return (map_bodies(program, change) if memory else program), tuple(saved)
+    after = map_bodies(program, change, wanted=WANTED) if memory else program
+    return after, tuple(saved)
 
 
 def _with_one_place(body: Any, memory: int, saved: list[Saved]) -> Any:
@@ -102,7 +106,7 @@ def unspent(program: ClosedJaxpr) -> tuple[Saved, ...]:
             saved.extend(a.entry() for a in _chosen(place.found, math.inf))
         return body
 
-    map_bodies(program, look)
+    map_bodies(program, look, wanted=WANTED)
     return tuple(saved)
 
 
@@ -331,10 +335,11 @@ class _Place:
 
 def _places(body: Any) -> Iterator[_Place]:
     """Places to save results: among a body's own equations, or between loops."""
-    known = {v: v for e in body.eqns for v in e.outvars}
-    known.update({v: v for v in (*_inputs(body), *getattr(body, "constvars", ()))})
-    found = _repeated(body.eqns, body, known)
-    yield _Place(found, functools.partial(_handing, body))
+    if _jax.of_kind("remat", body.eqns):
+        known = {v: v for e in body.eqns for v in e.outvars}
+        known.update({v: v for v in (*_inputs(body), *getattr(body, "constvars", ()))})
+        found = _repeated(body.eqns, body, known)
+        yield _Place(found, functools.partial(_handing, body))
     loops = loops_in(body)
     for first in loops:
         if not isinstance(first.length, int) or _jax.consts_of(first.body):

@@ -34,7 +34,8 @@ def fuse_residual_adds(program: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         program: A rewritten program.
     """
-    return map_bodies(program, _with_sums, move_adds_into_shards)
+    sites = {site.site_p.name, site.backward_p.name}
+    return map_bodies(program, _with_sums, move_adds_into_shards, sites)
 
 
 def _with_sums(jaxpr: Any) -> Any:

@@ -21,7 +21,7 @@ def compute_together(program: Any) -> Any:
     Args:
         program: The program; it is returned itself if there are none.
     """
-    return map_bodies(program, _with_one_equation)
+    return map_bodies(program, _with_one_equation, wanted={site.backward_p.name})
 
 
 def _with_one_equation(jaxpr: Any) -> Any:

@@ -38,7 +38,7 @@ def join_gradients(program: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         program: A rewritten program.
     """
-    return map_bodies(program, _joined_in)
+    return map_bodies(program, _joined_in, wanted={site.backward_p.name})
 
 
 def _joined_in(body: Any) -> Any:

@@ -32,7 +32,9 @@ IN_PLACE = frozenset({
 """Primitives whose result has the memory layout of their first operand."""
 
 
-SITES = (site.site_p, site.site_on_devices_p, site_with_gradients.together_p)
+SITES = frozenset({
+    site.site_p, site.site_on_devices_p, site_with_gradients.together_p,
+})  # fmt: skip
 
 
 def use_memory_order(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -41,14 +43,12 @@ def use_memory_order(program: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         program: A rewritten program.
     """
-    change = lambda body: map_equations(body, _may_swap, _with_order)
-    return map_bodies(program, change)
+    change = lambda body: map_equations(body, SITES, _may_swap, _with_order)
+    return map_bodies(program, change, wanted={p.name for p in SITES})
 
 
 def _may_swap(eqn: Any) -> bool:
-    """Whether an equation has a kernel that supports transposed operands."""
-    if eqn.primitive not in SITES:
-        return False
+    """Whether a site has a kernel that supports transposed operands."""
     kernels = (k for _, k in eqn.params["use"].kernels)
     return not eqn.params.get("batch") and any(k and k.traits.swaps for k in kernels)
 

@@ -28,7 +28,7 @@ from rewriter.program.strided_views import View, view_of
 from rewriter.site import packed, site
 from rewriter.site.uses import Use
 
-SITES = (site.site_p, site.backward_p)
+SITES = frozenset({site.site_p, site.backward_p})
 
 
 def use_packed_operands(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -37,16 +37,13 @@ def use_packed_operands(program: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         program: A rewritten program.
     """
-    return map_bodies(program, lambda body: map_equations(body, _may_read, _packed))
+    change = lambda body: map_equations(body, SITES, _may_read, _packed)
+    return map_bodies(program, change, wanted={p.name for p in SITES})
 
 
 def _may_read(eqn: Any) -> bool:
-    """Whether an equation has a kernel that reads packed operands."""
-    return (
-        eqn.primitive in SITES
-        and not eqn.params["batch"]
-        and bool(_names(eqn.params["use"]))
-    )
+    """Whether a site, or its gradients, has a kernel that reads packed operands."""
+    return not eqn.params["batch"] and bool(_names(eqn.params["use"]))
 
 
 def _names(use: Use) -> set[str]:

@@ -35,7 +35,7 @@ from rewriter.program.equations import Equations
 from rewriter.program.loops import inserted
 from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
 from rewriter.rewrite.passes.flops import is_sized, size
-from rewriter.rewrite.passes.recompute import NEW, is_elementwise
+from rewriter.rewrite.passes.recompute import CHEAP, NEW, is_elementwise
 from rewriter.support.sizes import size_text
 
 EXPENSIVE = frozenset({
@@ -104,6 +104,8 @@ class _Late:
         saved: Those that are saved in any case.
         early: Values that the forward pass needs too. XLA computes others late anyway.
         depth: By value, the most products that one after the other lead to it.
+        makers: By value that XLA fuses with what is read late, the equation that makes
+            it.
     """
 
     around: Equations
@@ -111,26 +113,55 @@ class _Late:
     saved: Set[Any]
     early: Set[Any]
     depth: Mapping[Any, int]
+    makers: Mapping[Any, Any]
 
     @classmethod
-    def of(cls, around: Equations) -> _Late:
+    def of(cls, body: Any) -> _Late | None:
+        """What a body reads late; None if none of it is computed expensively."""
         depth: dict[Any, int] = {}
         readers: dict[Any, list[int]] = {}
-        saved = {a for a in around.outs if not _jax.is_literal(a)}
-        for k, eqn in enumerate(around.eqns):
+        saved = {a for a in _outs(body) if not _jax.is_literal(a)}
+        get = depth.get
+        cheap = {p for p in {e.primitive for e in body.eqns} if p.name in CHEAP}
+        for k, eqn in enumerate(body.eqns):
             inputs = _vars(eqn)
-            fused = is_elementwise(eqn)
-            after = max((depth.get(a, 0) for a in inputs), default=0)
-            here = after + (not fused and _is_product(eqn))
-            depth.update(dict.fromkeys(eqn.outvars, here))
-            for value in inputs:
-                if after - depth.get(value, 0) < LATE:
+            fused = eqn.primitive in cheap or is_elementwise(eqn)
+            depths = [get(a, 0) for a in inputs]
+            after = max(depths) if depths else 0
+            here = after if fused else after + _is_product(eqn)
+            for v in eqn.outvars:
+                depth[v] = here
+            if not after or after - min(depths) < LATE:
+                continue
+            for value, own in zip(inputs, depths, strict=True):
+                if after - own < LATE:
                     continue
                 if fused:
                     readers.setdefault(value, []).append(k)
                 else:
                     saved.add(value)
-        return cls(around, readers, saved, _early(around, readers), depth)
+        makers = _fused_above(body, readers)
+        if not any(map(_is_expensive, makers.values())):
+            return None
+        around = Equations(body)
+        return cls(around, readers, saved, _early(around, readers), depth, makers)
+
+
+def _fused_above(body: Any, late: Iterable[Any]) -> dict[Any, Any]:
+    """By value that is fused with one that is read late, the equation that makes it."""
+    made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+    found: dict[Any, Any] = {}
+    todo, seen = list(late), set(late)
+    while todo:
+        value = todo.pop()
+        maker = made.get(value)
+        if maker is None or not (is_elementwise(maker) and is_sized(maker.outvars)):
+            continue
+        found[value] = maker
+        new = [v for v in _vars(maker) if v not in seen]
+        seen.update(new)
+        todo += new
+    return found
 
 
 def _early(around: Equations, late: Mapping[Any, list[int]]) -> set[Any]:
@@ -165,68 +196,104 @@ class _Region:
 
 def _regions(late: _Late) -> Iterable[_Region]:
     """Yields the regions that share no equation; only those that are expensive."""
-    import networkx  # slow to import; most programs have no expensive function
-
-    around, graph = late.around, networkx.Graph()
-    todo, seen = list(late.readers), set(late.readers)
-    while todo:
-        value = todo.pop()
-        if not _is_fused(around.maker(value)):
-            continue
-        graph.add_node(value)
-        for operand in _vars(around.maker(value)):
-            if _is_fused(around.maker(operand)):
-                graph.add_edge(operand, value)
-            if operand not in seen:
-                seen.add(operand)
-                todo.append(operand)
-    for values in networkx.connected_components(graph):
-        ordered = sorted(values, key=around.made_at)
-        makers = {v: around.maker(v) for v in ordered}
+    around, order = late.around, {v: k for k, v in enumerate(late.readers)}
+    for values in _connected(late.makers):
+        makers = {v: late.makers[v] for v in sorted(values, key=around.made_at)}
         if any(map(_is_expensive, makers.values())):
-            read = {v for e in makers.values() for v in _vars(e)} | values
-            wanted = [v for v in late.readers if v in read]
+            read = {v for e in makers.values() for v in _vars(e)}.union(values)
+            wanted = sorted(read & order.keys(), key=order.__getitem__)
             yield _Region(wanted, makers)
 
 
-def _is_fused(maker: Any) -> bool:
-    """Whether XLA fuses the equation that makes a value with the value's readers."""
-    return maker is not None and is_elementwise(maker) and is_sized(maker.outvars)
+def _connected(makers: Mapping[Any, Any]) -> Iterable[list[Any]]:
+    """Groups values of which one is computed from another."""
+    parent = {v: v for v in makers}
+
+    def first(value: Any) -> Any:
+        while parent[value] is not value:
+            parent[value] = value = parent[parent[value]]
+        return value
+
+    for value, maker in makers.items():
+        for operand in _vars(maker):
+            if operand in makers:
+                parent[first(operand)] = first(value)
+    groups: dict[Any, list[Any]] = {}
+    for value in makers:
+        groups.setdefault(first(value), []).append(value)
+    return groups.values()
 
 
 def _vars(eqn: Any) -> list[Any]:
-    return [a for a in eqn.invars if not _jax.is_literal(a)]
+    variable = _jax.Var
+    return [a for a in eqn.invars if a.__class__ is variable]
 
 
-def _cut(late: _Late, region: _Region) -> frozenset[Any]:
-    """The values with the fewest bytes from which all wanted ones are computed."""
-    import networkx
+def _outs(body: Any) -> list[Any]:
+    return getattr(body, "jaxpr", body).outvars
+
+
+Node = tuple[int, tuple[int, ...] | None]
+"""A value's weight, and the numbers of its operands; None if it is not computed."""
+
+
+class _Cuts:
+    """Minimum cuts of regions; layers of a model have equal ones."""
+
+    def __init__(self, late: _Late) -> None:
+        self.late = late
+        self.known: dict[tuple[int, tuple[Node, ...]], frozenset[int]] = {}
+
+    def of(self, region: _Region) -> frozenset[Any]:
+        """The values with the fewest bytes from which all wanted ones are computed."""
+        values = list(region.wanted)
+        number = {v: k for k, v in enumerate(values)}
+        nodes: list[Node] = []
+        for value in values:  # it grows
+            maker = region.makers.get(value)
+            operands = None if maker is None else _vars(maker)
+            for operand in operands or ():
+                if operand not in number:
+                    number[operand] = len(values)
+                    values.append(operand)
+            numbers = None if operands is None else tuple(map(number.get, operands))
+            nodes.append((self._weight(value), numbers))
+        key = len(region.wanted), tuple(nodes)
+        if key not in self.known:
+            self.known[key] = _minimum_cut(*key)
+        return frozenset(values[k] for k in self.known[key])
+
+    def _weight(self, value: Any) -> int:
+        """The bytes of a value in hundredths, more of one that is not saved yet."""
+        if value in self.late.saved:
+            return 0
+        weight = 100 * size(value)
+        return weight if value in self.late.readers else int(NEW * weight)
+
+
+def _minimum_cut(wanted: int, nodes: Sequence[Node]) -> frozenset[int]:
+    """The numbers of the lightest nodes through which all paths to wanted ones lead.
+
+    Args:
+        wanted: How many nodes are wanted, the first ones.
+        nodes: All of them.
+    """
+    import networkx  # slow to import; most programs have no expensive function
 
     graph = networkx.DiGraph()
-    for value in region.wanted:
-        graph.add_edge((value, "out"), "end")
-    todo, seen = list(region.wanted), set(region.wanted)
-    while todo:
-        value = todo.pop()
-        weight = 100 * size(value)
-        if value in late.saved:
-            weight = 0
-        elif value not in late.readers:
-            weight = int(NEW * weight)
-        graph.add_edge((value, "in"), (value, "out"), capacity=weight)
-        maker = region.makers.get(value)
-        if maker is None:
-            graph.add_edge("start", (value, "in"))
-            continue
-        for operand in _vars(maker):
-            graph.add_edge((operand, "out"), (value, "in"))
-            if operand not in seen:
-                seen.add(operand)
-                todo.append(operand)
+    for k in range(wanted):
+        graph.add_edge((k, "out"), "end")
+    for k, (weight, operands) in enumerate(nodes):
+        graph.add_edge((k, "in"), (k, "out"), capacity=weight)
+        if operands is None:
+            graph.add_edge("start", (k, "in"))
+        for operand in operands or ():
+            graph.add_edge((operand, "out"), (k, "in"))
     if "start" not in graph:
         return frozenset()
     _, (near, _) = networkx.minimum_cut(graph, "start", "end")
-    return frozenset(v for v in seen if (v, "in") in near and (v, "out") not in near)
+    every = range(len(nodes))
+    return frozenset(k for k in every if (k, "in") in near and (k, "out") not in near)
 
 
 # ------------------------------------------------------------------ what is read again
@@ -245,9 +312,8 @@ class _Again:
     readers: Mapping[Any, list[int]]
 
 
-def _again(late: _Late, region: _Region) -> _Again | None:
-    """Returns what to compute again in a region; None if that saves nothing."""
-    cut = _cut(late, region)
+def _again(late: _Late, region: _Region, cut: Set[Any]) -> _Again | None:
+    """Returns what to compute again behind a cut; None if that saves nothing."""
     costly: set[Any] = set()
     for value, maker in region.makers.items():
         behind = value not in cut and value not in late.saved
@@ -272,13 +338,14 @@ def _again(late: _Late, region: _Region) -> _Again | None:
 
 def _changed(body: Any, _: Device) -> Changed:
     """Computes activations again instead of saving what their gradients read."""
-    if not any(map(_is_expensive, body.eqns)):
+    late, found = _Late.of(body), list[Recomputed]()
+    if late is None:
         return body, ()
-    late, found = _Late.of(Equations(body)), list[Recomputed]()
     before: dict[int, list[Any]] = {}
     instead: dict[int, dict[Any, Any]] = {}
+    cuts = _Cuts(late)
     for region in _regions(late):
-        again = _again(late, region)
+        again = _again(late, region, cuts.of(region))
         if again is None:
             continue
         made, results = _repeated(again)

@@ -34,14 +34,14 @@ def use_shared_parts(program: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         program: A rewritten program.
     """
-    return map_bodies(program, lambda body: map_equations(body, _may_read, _shared))
+    change = lambda body: map_equations(body, {site.site_p}, _may_read, _shared)
+    return map_bodies(program, change, wanted={site.site_p.name})
 
 
 def _may_read(eqn: Any) -> bool:
-    """Whether an equation is a site with a kernel that reads shared parts."""
+    """Whether a site has a kernel that reads shared parts."""
     return (
-        eqn.primitive is site.site_p
-        and not eqn.params["batch"]
+        not eqn.params["batch"]
         and not eqn.params["residuals"]
         and any(k and k.traits.shares for _, k in eqn.params["use"].kernels)
     )

@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 import rewriter
 from rewriter import _jax
 from rewriter.ops import device
+from rewriter.rewrite.passes import recompute_activations
 from rewriter.rewrite.passes.recompute_activations import PASS
 
 pytestmark = pytest.mark.once
@@ -97,6 +98,17 @@ def test_activations_are_computed_again(name):
     assert set(per_layer.values()) <= {LAYERS, 2 * LAYERS}
     assert all("test_recompute_activations.py" in f.where for f in found)
     close(before, after, WEIGHTS, X)
+
+
+def test_equal_layers_are_cut_once(monkeypatch):
+    cuts = []
+    real = recompute_activations._minimum_cut
+    monkeypatch.setattr(
+        recompute_activations, "_minimum_cut", lambda *a: cuts.append(a) or real(*a)
+    )
+    _, _, found = changed(jax.value_and_grad(model(jax.nn.gelu)), WEIGHTS, X)
+    assert len(found) == LAYERS
+    assert 1 <= len(cuts) < LAYERS
 
 
 LEFT = {
