@@ -51,10 +51,11 @@ def norm(x, scale, eps=1e-6):
 
 
 def attention(p, x):
-    q, k, v = ((x @ p[w]).reshape(B, T, HEADS, D // HEADS) for w in "qkv")
-    s = jnp.einsum("bthd,bshd->bhts", q, k) / jnp.sqrt(D // HEADS)
-    s = jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e30)
-    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v).reshape(B, T, D) @ p["o"]
+    b, t, d = x.shape
+    q, k, v = ((x @ p[w]).reshape(b, t, HEADS, d // HEADS) for w in "qkv")
+    s = jnp.einsum("bthd,bshd->bhts", q, k) / jnp.sqrt(d // HEADS)
+    s = jnp.where(jnp.tril(jnp.ones((t, t), bool)), s, -1e30)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v).reshape(b, t, d) @ p["o"]
 
 
 def unit(p, x):
@@ -77,14 +78,19 @@ def loss(ps, x):
 
 
 def written_out_twice(fn, *args):
-    """The program rewritten by way of fewer layers, and rewritten as it is."""
+    """A function's program, rewritten by way of fewer layers, and as it is."""
     closed = jax.make_jaxpr(fn)(*args)
-    short = rewriting.rewrite(closed, CONFIG)
+    return closed, *twice(closed, CONFIG)
+
+
+def twice(closed, config):
+    """A program rewritten by way of fewer layers, and rewritten as it is."""
+    short = rewriting.rewrite(closed, config)
     patch = pytest.MonkeyPatch()
     patch.setattr(steps, "fold", lambda closed: None)
-    whole = rewriting.rewrite(closed, CONFIG)
+    whole = rewriting.rewrite(closed, config)
     patch.undo()
-    return closed, short, whole
+    return short, whole
 
 
 def check(fn, *args, folds: bool = True):
@@ -142,6 +148,33 @@ def test_half_precision() -> None:
     assert "unfold" in short.seconds
     assert str(short.closed_jaxpr) == str(whole.closed_jaxpr)
     assert short.sites == whole.sites
+
+
+def centred(x, scale, bias):
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(-1, keepdims=True)
+    var = jnp.maximum(0.0, (wide * wide).mean(-1, keepdims=True) - mean * mean)
+    return ((x - mean) * (jax.lax.rsqrt(var + 1e-5) * scale) + bias).astype(x.dtype)
+
+
+def test_turns_begin_between_layers_and_not_in_a_norms_gradient() -> None:
+    def layers(ps, x):
+        *ps, last = ps
+        for p in ps:
+            x = x + attention(p, centred(x, p["n1"], p["b1"]))
+            x = x + jax.nn.gelu(centred(x, p["n2"], p["b2"]) @ p["up"]) @ p["down"]
+        x = centred(x, last["n1"], last["b1"]) @ last["up"]
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    wide = lambda a: jax.ShapeDtypeStruct([n * 48 for n in a.shape], jnp.bfloat16)
+    ps = jax.tree.map(wide, [p | {"b1": p["n1"], "b2": p["n2"]} for p in weights()])
+    x = jax.ShapeDtypeStruct((8, 1024, 48 * D), jnp.bfloat16)
+    closed = jax.make_jaxpr(jax.value_and_grad(layers))(ps, x)
+    for device in ("NVIDIA H200", "cpu"):
+        short, whole = twice(closed, resolve({"target": device}))
+        assert "unfold" in short.seconds
+        assert str(short.closed_jaxpr) == str(whole.closed_jaxpr)
+        assert short.sites == whole.sites
 
 
 def test_every_layer_returned() -> None:
