@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rewriter import _jax
+from rewriter.program.alike import written_alike
 from rewriter.program.repeats import Numbered, Run, runs, turns_read
 
 WORTH = 300
@@ -111,6 +112,7 @@ def fold(closed_jaxpr: Any) -> Folded | None:
     """Removes most turns of a program; None if it has too few."""
     if len(closed_jaxpr.eqns) < WORTH:
         return None
+    closed_jaxpr = written_alike(closed_jaxpr)
     program = Numbered(closed_jaxpr)
     found = runs(program)
     cuts = _cuts(found)
