@@ -113,6 +113,9 @@ from rewriter._jax.jit import (
 from rewriter._jax.library_rules import (
     is_library_rule as is_library_rule,
 )
+from rewriter._jax.library_rules import (
+    rule_function as rule_function,
+)
 from rewriter._jax.lines import (
     hide_source_folder as hide_source_folder,
 )

@@ -41,6 +41,33 @@ def is_library_rule(eqn: Any) -> bool:
     return _is_jax_code(eqn.params.get(RULE))
 
 
+def rule_function(eqn: Any) -> Any:
+    """The function that states the rule of a custom_jvp call, if it is JAX's own.
+
+    Calls with the same such function and equal bodies have the same rule. None where
+    that is not known, as of a rule with static arguments.
+    """
+    if not is_library_rule(eqn):
+        return None
+    rule = _inner(eqn.params[RULE])
+    if rule is None or [f.__name__ for f, _ in rule.transforms] != ["_flatten_jvp"]:
+        return None
+    return rule.f
+
+
+def _inner(rule: Any, depth: int = 0) -> WrappedFun | None:
+    """The function with transformations that a rule closes over."""
+    function = rule.f if isinstance(rule, WrappedFun) else rule
+    if not isinstance(function, types.FunctionType) or depth > DEPTH:
+        return None
+    parts = [part for cell in function.__closure__ or () for part in _held(cell)]
+    wrapped = [part for part in parts if isinstance(part, WrappedFun)]
+    if len(wrapped) == 1:
+        return wrapped[0]
+    inner = [found for part in parts if (found := _inner(part, depth + 1)) is not None]
+    return inner[0] if len(inner) == 1 else None
+
+
 def _is_jax_code(rule: Any, depth: int = 0) -> bool:
     """Whether a rule is of JAX's functions alone, also of those that they close over.
 

@@ -11,12 +11,13 @@ equations, down to the inputs, equal those of every missing turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rewriter import _jax
+from rewriter.program.alike import written_alike
 from rewriter.program.repeats import Numbered, Run, runs, turns_read
 
 WORTH = 300
@@ -111,6 +112,7 @@ def fold(closed_jaxpr: Any) -> Folded | None:
     """Removes most turns of a program; None if it has too few."""
     if len(closed_jaxpr.eqns) < WORTH:
         return None
+    closed_jaxpr = written_alike(closed_jaxpr)
     program = Numbered(closed_jaxpr)
     found = runs(program)
     cuts = _cuts(found)
@@ -155,20 +157,30 @@ def fold(closed_jaxpr: Any) -> Folded | None:
 
 def _cuts(found: Sequence[Run]) -> list[Cut]:
     """The turns to leave out of runs, and the same turns of runs that read them."""
-    cuts: list[Cut] = []
-    by_run: dict[int, Cut] = {}
+    cuts: dict[int, Cut] = {}  # by run
+    mirrored: set[int] = set()
     for index, run in enumerate(found):
         read = {o[0] for o in run.others if o is not None}
         if not read:
             last = run.count - BEHIND
             cut = Cut(run, range(1, last), last + 2)
         else:
-            cut = _mirrored(run, found, by_run, read)
+            cut = _mirrored(run, found, cuts, read)
             if cut is None:
                 continue
-        by_run[index] = cut
-        cuts.append(cut)
-    return cuts
+            (other,) = read
+            if other not in mirrored:
+                cuts[other] = _covered(cuts[other], cut)
+            mirrored.add(other)
+        cuts[index] = cut
+    return list(cuts.values())
+
+
+def _covered(read: Cut, cut: Cut) -> Cut:
+    """A cut without turns that are read, at its ends, by turns that are left in."""
+    of = turns_read(cut.run, read.run)[:, 0].tolist()
+    turns = [of[k] for k in cut.out]
+    return replace(read, out=range(min(turns), max(turns) + 1))
 
 
 def _mirrored(

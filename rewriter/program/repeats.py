@@ -112,18 +112,22 @@ class Run:
 def runs(program: Numbered) -> list[Run]:
     """Finds the runs of a program, in order, with checked references between them."""
     found: list[Run] = []
+    aligned: set[int] = set()  # those whose turns stay as they are
     for start, period, count in sorted(_stretches(program.codes)):
         run = _run(program, start, period, count)
         run = run and _wired(program, run, found)
         if run is None:
             continue
         read = {o[0] for o in run.others if o is not None}
-        if len(read) == 1 and not _in_step(run, found[min(read)]):
+        if len(read) == 1:
             index = min(read)
-            pair = _aligned_turns(program, found[index], run, found[:index])
+            pair = _aligned_turns(
+                program, found[index], run, found[:index], index in aligned
+            )
             if pair is None:
                 continue
             found[index], run = pair
+            aligned |= {index, len(found)}
         found.append(run)
     return found
 
@@ -134,18 +138,21 @@ def turns_read(run: Run, other: Run) -> np.ndarray:
     return (run.reads[:, columns] - other.first) // other.outs
 
 
-def _in_step(run: Run, other: Run) -> bool:
-    """Whether every turn of a run reads one turn of the other."""
-    turns = turns_read(run, other)[1:-1]
-    return bool((turns == turns[:, :1]).all())
-
-
 def _aligned_turns(
-    program: Numbered, first: Run, second: Run, before: Sequence[Run]
+    program: Numbered, first: Run, second: Run, before: Sequence[Run], fixed: bool
 ) -> tuple[Run, Run] | None:
     """Shifts the turns of two runs, so that each turn reads one turn of the other.
 
-    Prefers the shift with the fewest values passed from turn to turn.
+    Prefers the shift with the fewest values passed from turn to turn: not in the middle
+    of what one kernel may compute. Among these it prefers turns that read neighbouring
+    inputs, as the weights of one layer are.
+
+    Args:
+        program: The program.
+        first: The run that is read.
+        second: The run that reads it.
+        before: The runs before the first.
+        fixed: Whether the turns of the first stay as they are.
     """
     columns = [
         c for c, o in zip(second.own, second.others, strict=True) if o is not None
@@ -155,28 +162,65 @@ def _aligned_turns(
     makers = np.array(program.maker[first.first : first.first + first.outs])
     step = makers[where] - first.start
     read = second.reader[columns]
-    lates = np.array(sorted({0, *(read + 1).tolist()} - {second.period}))
+    passed = _passed(program, first), _passed(program, second)
+    leads = [0] if fixed else _shifts(passed[0], step)
+    lates = np.array(_shifts(passed[1], read))
     later = read < lates[:, None]
-    ways: list[tuple[int, int]] = []
-    for lead in sorted({0, *(step + 1).tolist()} - {first.period}):
+    spread = lambda lead, late: _spread(first, lead) + _spread(second, late)
+    ways: list[tuple[int, int, int, int]] = []
+    for lead in leads:
         shifted = turns - (step < lead) - later
         alike = (shifted == shifted[:, :1]).all(1)
-        ways += [(lead, late) for late in lates[alike].tolist()]
-    ones = {k: _rotated(program, first, k) for k in {lead for lead, _ in ways}}
-    twos = {k: _rotated(program, second, k) for k in {late for _, late in ways}}
-    handed = [{k: _carried(run) for k, run in runs.items()} for runs in (ones, twos)]
-    for lead, late in sorted(ways, key=lambda w: handed[0][w[0]] + handed[1][w[1]]):
-        wired = _wired(program, ones[lead], before)
-        after = wired and _wired(program, twos[late], [*before, wired])
-        if wired and after:
+        ways += [
+            (int(passed[0][lead] + passed[1][late]), spread(lead, late), lead, late)
+            for late in lates[alike].tolist()
+        ]
+    for *_, lead, late in sorted(ways):
+        wired = _wired(program, _rotated(program, first, lead), before)
+        if wired is None:
+            continue
+        after = _wired(program, _rotated(program, second, late), [*before, wired])
+        if after is not None:
             return wired, after
     return None
 
 
-def _carried(run: Run) -> int:
-    """The number of values that a turn reads from the one before."""
-    row = run.reads[2]
-    return len(set(row[(row - run.first) // run.outs == 1].tolist()))
+def _shifts(passed: np.ndarray, places: np.ndarray) -> list[int]:
+    """Shifts of a run's turns: the best before, between and after some equations.
+
+    Args:
+        passed: By shift, the number of values that are passed.
+        places: Positions of equations in a turn.
+    """
+    bounds = [0, *sorted({*(places + 1).tolist()} - {len(passed)}), len(passed)]
+    return [
+        lo + int(passed[lo:hi].argmin())
+        for lo, hi in itertools.pairwise(bounds)
+        if lo < hi
+    ]
+
+
+def _spread(run: Run, shift: int) -> int:
+    """How far apart the inputs are that only one of the shifted turns reads."""
+    columns = int((run.reader < shift).sum())
+    one, other = (np.roll(run.reads[k : k + 2], -columns).reshape(-1) for k in (1, 2))
+    size = run.reads.shape[1]
+    own = one[:size][(one[:size] < 0) & (one[:size] != other[:size])]
+    return int(np.ptp(own)) if own.size else 0
+
+
+def _passed(program: Numbered, run: Run) -> np.ndarray:
+    """By shift of the turns, how many values a turn reads from the one before."""
+    last: dict[int, int] = {}
+    for turn in (1, 2):  # a value is read in its turn or the next
+        places = run.reader + (turn - 1) * run.period
+        read = zip(run.reads[turn].tolist(), places.tolist(), strict=True)
+        last |= {n: place for n, place in read if run.turn_of(n) == 1}
+    passed = np.zeros(2 * run.period, np.int64)
+    begin = run.start + run.period
+    for number, place in last.items():
+        passed[program.maker[number] - begin + 1 : place + 1] += 1
+    return passed[: run.period] + passed[run.period :]
 
 
 def _rotated(program: Numbered, run: Run, by: int) -> Run:

@@ -301,7 +301,8 @@ class _Unfolding:
         """How to find one operand: `v` in the model, `u` in the turn before it."""
         ways = (
             self._literal, self._inside, self._carried, self._its_own,
-            self._input_of_other, self._result_of_other, self._shared,
+            self._input_of_other, self._result_of_other, self._passed_to_other,
+            self._shared,
         )  # fmt: skip
         for way in ways:
             read = way(here, u, v)
@@ -367,6 +368,20 @@ class _Unfolding:
                     return None
                 made, in_turn = self.made[index], self._made(index, model)
                 return lambda turn: in_turn(_known(made, of[turn]))
+        return None
+
+    def _passed_to_other(self, here: _Turns, u: Any, v: Any) -> Read | None:
+        """A result that a turn of another run reads from the one before it."""
+        number, first = self._number(v), self._number(u)
+        if number is None or first is None:
+            return None
+        for index, of in here.others:
+            at, before = of[here.like], of[here.like - 1]
+            outs = self.folded.cuts[index].run.outs
+            places = self.place.get(u), self.place.get(v)
+            apart = number - first == (at - before) * outs
+            if apart and places == ((index, before - 1), (index, at - 1)):
+                return lambda turn: self._now(number + (of[turn] - at) * outs)
         return None
 
     def _shared(self, here: _Turns, u: Any, v: Any) -> Read | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +26,7 @@ from rewriter.run.pipeline import FOLD, PASSES, PREPARE
 from rewriter.run.program import Pass, Program
 from rewriter.run.validate import validate
 from rewriter.site.facts import Facts
-from rewriter.support import promotion
+from rewriter.support import garbage, promotion
 from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.passes")
@@ -51,7 +49,7 @@ def rewrite(
         placement: Where its inputs are, if it runs on more than one device; or why
             that is not known.
     """
-    with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
+    with garbage.paused(), promotion.as_usual(), _jax.without_mesh():
         # Within a function of its own: what it made is freed before collection goes on.
         return _rewritten(closed_jaxpr, config, user_patterns, placement)
 
@@ -112,7 +110,7 @@ def has_sites(
         config: Patterns in force, numerics.
         user_patterns: Patterns beyond those that the configuration names.
     """
-    with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
+    with garbage.paused(), promotion.as_usual(), _jax.without_mesh():
         program = _prepared(_start(closed_jaxpr, config, user_patterns))
         if not program.patterns:
             return False
@@ -138,7 +136,7 @@ def tasks(
             not differentiate.
         placement: As for `rewrite`; what is measured is what one device computes.
     """
-    with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
+    with garbage.paused(), promotion.as_usual(), _jax.without_mesh():
         program = _prepared(_start(closed_jaxpr, config, user_patterns, placement))
         if not program.patterns:
             return []
@@ -233,15 +231,3 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[stage] = now - self.last
         self.last = now
-
-
-@contextlib.contextmanager
-def _paused_collection() -> Iterator[None]:
-    """Pauses garbage collection: many small objects are made, and none is garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

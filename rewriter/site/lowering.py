@@ -20,6 +20,7 @@ from jax.interpreters import batching, mlir
 from rewriter import _jax, errors
 from rewriter.ops.kernel import PLATFORMS
 from rewriter.site.uses import Use
+from rewriter.support import garbage
 
 log = logging.getLogger("rewriter.site")
 
@@ -110,7 +111,7 @@ def _lowered(
     function = _implementation(primitive, platform, tuple(sorted(params.items())))
     ctx = ctx.replace(avals_in=[_jax.without_varying(a) for a in ctx.avals_in])
     rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
-    with _jax.on_one_device(), _jax.in_mesh_of(ctx.avals_in):
+    with garbage.paused(), _jax.on_one_device(), _jax.in_mesh_of(ctx.avals_in):
         return rule(ctx, *args)
 
 

@@ -52,10 +52,11 @@ def norm(x, scale, eps=1e-6):
 
 
 def attention(p, x):
-    q, k, v = ((x @ p[w]).reshape(B, T, HEADS, D // HEADS) for w in "qkv")
-    s = jnp.einsum("bthd,bshd->bhts", q, k) / jnp.sqrt(D // HEADS)
-    s = jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e30)
-    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v).reshape(B, T, D) @ p["o"]
+    b, t, d = x.shape
+    q, k, v = ((x @ p[w]).reshape(b, t, HEADS, d // HEADS) for w in "qkv")
+    s = jnp.einsum("bthd,bshd->bhts", q, k) / jnp.sqrt(d // HEADS)
+    s = jnp.where(jnp.tril(jnp.ones((t, t), bool)), s, -1e30)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v).reshape(b, t, d) @ p["o"]
 
 
 def unit(p, x):
@@ -78,14 +79,19 @@ def loss(ps, x):
 
 
 def written_out_twice(fn, *args):
-    """The program rewritten by way of fewer layers, and rewritten as it is."""
+    """A function's program, rewritten by way of fewer layers, and as it is."""
     closed = jax.make_jaxpr(fn)(*args)
-    short = rewriting.rewrite(closed, CONFIG)
+    return closed, *twice(closed, CONFIG)
+
+
+def twice(closed, config):
+    """A program rewritten by way of fewer layers, and rewritten as it is."""
+    short = rewriting.rewrite(closed, config)
     patch = pytest.MonkeyPatch()
     patch.setattr(steps, "fold", lambda closed: None)
-    whole = rewriting.rewrite(closed, CONFIG)
+    whole = rewriting.rewrite(closed, config)
     patch.undo()
-    return closed, short, whole
+    return short, whole
 
 
 def check(fn, *args, folds: bool = True):
@@ -143,6 +149,107 @@ def test_half_precision() -> None:
     assert "unfold" in short.seconds
     assert str(short.closed_jaxpr) == str(whole.closed_jaxpr)
     assert short.sites == whole.sites
+
+
+def rectified(p, x):
+    return jax.nn.relu(x @ p["up"]) @ p["down"]
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_functions_of_jax_with_a_rule_are_alike(differentiated: bool) -> None:
+    def program(ps, x):
+        for p in ps:
+            x = x + attention(p, norm(x, p["n1"]))
+            x = x + rectified(p, norm(x, p["n2"]))
+        return jnp.sum(x * x)
+
+    fn = jax.value_and_grad(program) if differentiated else program
+    closed, short, whole = written_out_twice(fn, weights(), X)
+    assert "unfold" in short.seconds
+    assert short.sites == whole.sites
+    leaves = jax.tree.leaves((weights(), X))
+    places = 0, len(leaves) - 1
+    want, got = (
+        jax.value_and_grad(lambda *xs, p=p: jaxpr_as_fun(p)(*xs)[0], places)(*leaves)
+        for p in (closed, short.closed_jaxpr)
+    )
+    for a, b in zip(*map(jax.tree.leaves, (want, got)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_another_rule_in_one_layer_stays_its_own() -> None:
+    other = jax.custom_jvp(lambda x: jnp.maximum(x, 0))
+    other.defjvp(lambda x, dx: (other(*x), 3 * dx[0]))
+
+    def program(ps, x):
+        for k, p in enumerate(ps):
+            act = other if k == 5 else jax.nn.relu
+            x = norm(x + act(x @ p["up"]) @ p["down"], p["n1"])
+        return jnp.sum(x * x)
+
+    closed = jax.make_jaxpr(program)(weights(), X)
+    rewritten = jaxpr_as_fun(rewriting.rewrite(closed, CONFIG).closed_jaxpr)
+    leaves = jax.tree.leaves((weights(), X))
+    want = jax.grad(lambda x: program(weights(), x))(X)
+    got = jax.grad(lambda x: rewritten(*leaves[:-1], x)[0])(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_an_array_that_holds_one_number_are_alike() -> None:
+    def program(ps, x, number):
+        rows = jnp.full((len(ps), D), 0.5).astype(jnp.int32).astype(jnp.float32)
+        own = jnp.full((len(ps), D), 2.0).at[3].set(number)
+        for k, p in enumerate(ps):
+            x = layer(p, x) * (1 - rows[k])
+        return x * own[3]
+
+    closed, short, _ = written_out_twice(program, weights(), X, 3.0)
+    assert "unfold" in short.seconds
+    leaves = jax.tree.leaves((weights(), X, 3.0))
+    want = jaxpr_as_fun(closed)(*leaves)
+    got = jaxpr_as_fun(short.closed_jaxpr)(*leaves)
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_rows_of_an_array_of_several_numbers_stay_their_own() -> None:
+    def program(ps, x):
+        rows = jnp.full((len(ps), D), 0.5).at[4].set(2.0)
+        for k, p in enumerate(ps):
+            x = layer(p, x) * rows[k]
+        return x
+
+    closed, short, _ = written_out_twice(program, weights(), X)
+    leaves = jax.tree.leaves((weights(), X))
+    want = jaxpr_as_fun(closed)(*leaves)
+    got = jaxpr_as_fun(short.closed_jaxpr)(*leaves)
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def centred(x, scale, bias):
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(-1, keepdims=True)
+    var = jnp.maximum(0.0, (wide * wide).mean(-1, keepdims=True) - mean * mean)
+    return ((x - mean) * (jax.lax.rsqrt(var + 1e-5) * scale) + bias).astype(x.dtype)
+
+
+def test_turns_begin_between_layers_and_not_in_a_norms_gradient() -> None:
+    def layers(ps, x):
+        *ps, last = ps
+        for p in ps:
+            x = x + attention(p, centred(x, p["n1"], p["b1"]))
+            x = x + jax.nn.gelu(centred(x, p["n2"], p["b2"]) @ p["up"]) @ p["down"]
+        x = centred(x, last["n1"], last["b1"]) @ last["up"]
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    wide = lambda a: jax.ShapeDtypeStruct([n * 48 for n in a.shape], jnp.bfloat16)
+    ps = jax.tree.map(wide, [p | {"b1": p["n1"], "b2": p["n2"]} for p in weights()])
+    x = jax.ShapeDtypeStruct((8, 1024, 48 * D), jnp.bfloat16)
+    closed = jax.make_jaxpr(jax.value_and_grad(layers))(ps, x)
+    for device in ("NVIDIA H200", "cpu"):
+        short, whole = twice(closed, resolve({"target": device}))
+        assert "unfold" in short.seconds
+        assert str(short.closed_jaxpr) == str(whole.closed_jaxpr)
+        assert short.sites == whole.sites
 
 
 def test_every_layer_returned() -> None:
