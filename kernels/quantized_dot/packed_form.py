@@ -1,4 +1,4 @@
-"""The form of quantized dots whose numbers are packed by two in a byte."""
+"""The form of quantized dots whose numbers are packed in bytes, or in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 
 from rewriter.ops.op import Op, Operand, Sharding
 from rewriter.ops.packing import packing_of, unpacked
@@ -49,7 +49,8 @@ def _of_bytes(operand: Operand) -> Operand:
     if operand.name != "w":
         return operand
     doc = "int8 or uint8: two numbers of 4 bits each. [k/2, n] or [k, n/2]; [n, k/2] "
-    return dataclasses.replace(operand, axes="p n", doc=f"{doc}or [n/2, k] transposed.")
+    doc += "or [n/2, k] transposed. int32 or uint32: eight numbers each, likewise."
+    return dataclasses.replace(operand, axes="p n", doc=doc)
 
 
 def axis_of(packing: str, mode: str) -> int:
@@ -60,11 +61,11 @@ def axis_of(packing: str, mode: str) -> int:
 def computed(
     product: Any, /, *, w: Array, packing: str, mode: str = "forward", **given: Any
 ) -> Array:
-    """Returns the product of rows and the matrix that bytes hold.
+    """Returns the product of rows and the matrix that bytes or words hold.
 
     Args:
         product: Computes a quantized dot.
-        w: The bytes.
+        w: The bytes, or the words.
         packing: How numbers lie in them, see `packing_of`.
         mode: As in a quantized dot.
         **given: Other operands and parameters of a quantized dot.
@@ -95,15 +96,15 @@ def _cost(
     """That of a matrix of int4."""
     axis = axis_of(params["packing"], params["mode"])
     own = list(shapes["w"])
-    own[axis] *= 2
+    own[axis] *= packing_of(params["packing"]).count
     return cost({**shapes, "w": tuple(own)}, {**dtypes, "w": "int4"}, params, mode)
 
 
 def _sample(
     sample: Any, key: Any, operands: Mapping[str, Any], params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Operands of a quantized dot, and any bytes."""
+    """Operands of a quantized dot, and any bytes or words."""
     made = dict(sample(key, operands, params))
     x = operands["w"]
-    drawn = jax.random.randint(key, x.shape, 0, 256)
-    return {**made, "w": drawn.astype(jnp.uint8).astype(x.dtype)}
+    bits = jax.random.bits(key, x.shape, f"uint{8 * x.dtype.itemsize}")
+    return {**made, "w": lax.bitcast_convert_type(bits, x.dtype)}

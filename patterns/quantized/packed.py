@@ -1,4 +1,4 @@
-"""Quantized dot of packed numbers: two numbers of four bits in each byte.
+"""Quantized dot of packed numbers: two of four bits in each byte, or eight in a word.
 
 Formula    as of a quantized dot, with q[2 i + c, n] or q[i + c k/2, n] the half c of
            bytes[i, n]; or the same along n
@@ -13,12 +13,14 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from rewriter.algebra.normal_form import Algebra, Index
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Reading, Refused, flat_indices, operand
 from rewriter.ops.packing import Packing
-from rewriter.patterns.quantized import dot
+from rewriter.patterns.quantized import dot, words
 from rewriter.patterns.quantized.bytes import (
     Elementwise,
     Half,
@@ -26,7 +28,7 @@ from rewriter.patterns.quantized.bytes import (
     made_of_bytes,
 )
 from rewriter.patterns.quantized.dot import ANCHORS
-from rewriter.patterns.quantized.operands import readings, size_of
+from rewriter.patterns.quantized.operands import other_search, readings, size_of
 from rewriter.patterns.quantized.steps import STORED, few_bits
 from rewriter.program.graph import Node
 
@@ -42,6 +44,11 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of a product whose numbers are packed in bytes."""
     if few_bits(find):
         yield from readings(find, anchor, NAME, dot.propose, packed)
+    if few := words.numbers_of_words(find):
+        looking = other_search(find, f"{NAME} of words")
+        looking.cache["few bits"] = few
+        yield from readings(find, anchor, NAME, dot.propose, words.packed, looking)
+        words.note_refused(find, looking, anchor)
 
 
 def packed(find: Finder, reading: Reading) -> Reading:
@@ -272,4 +279,7 @@ def _start(a: Index) -> tuple[int, Index]:
     return 0, a
 
 
-PATTERN = ReaderPattern(NAME, ANCHORS, propose, either=frozenset(JOINS), dtypes=STORED)
+PATTERN = ReaderPattern(
+    NAME, ANCHORS, propose, either=frozenset(JOINS) | words.SHIFTS,
+    dtypes=STORED | {jnp.dtype("int32"), jnp.dtype("uint32")},
+)  # fmt: skip

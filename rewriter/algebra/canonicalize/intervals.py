@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import GatherScatterMode
 
 from rewriter import _jax
 from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES, TRANSPARENT
@@ -114,6 +115,9 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
         return interval(graph, node.ins[node.outs.index(value)], depth)
     if prim in SAME_ELEMENTS:
         return interval(graph, node.ins[0], depth)
+    if prim == "gather":
+        filled = node.params["mode"] == GatherScatterMode.FILL_OR_DROP
+        return None if filled else interval(graph, node.ins[0], depth)
     if prim in ("reduce_sum", "cumsum"):
         lo, hi = interval(graph, node.ins[0], depth)
         count = _added(graph, node)
