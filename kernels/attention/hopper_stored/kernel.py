@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper_stored import instructions
-from rewriter.kernels.attention.hopper_stored.config import KEYS, Tiles
+from rewriter.kernels.attention.hopper_stored.config import KEYS, LINE, Tiles
 from rewriter.kernels.quantized_dot.few_rows import instructions as stored
 from rewriter.kernels.quantized_dot.few_rows import threads, totals
 from rewriter.kernels.quantized_dot.few_rows.config import CHUNK
@@ -55,6 +55,7 @@ class Problem:
         factors: ``"k"`` if scales of keys multiply scores, and ``"v"`` if those of
             values multiply weights.
         beside: The names of scales of which those of all heads lie beside each other.
+            They may be lines of `LINE` numbers.
         dtype: The result's dtype.
         config: The tiles.
         averaged: Whether a query without keys counts all of them the same.
@@ -84,6 +85,7 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
         named: ``q`` [b * heads, queries, h], in eights unless `Problem.word`. ``k`` and
             ``v`` are laid out by `Problem.axes`. ``k_scale`` and ``v_scale`` are
             [b * heads, s], if present, or [b, s, heads] if `Problem.beside` has them.
+            The same numbers may be [b, s * heads / LINE, LINE].
             ``lengths`` are int32 [b], where all queries of a sequence see as many keys.
             Elsewhere there are ``limits``, int32 [b, 3 queries + 2]: for each query the
             first and the last key that it sees, and 1 if all keys count the same. Then
@@ -110,7 +112,10 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
             (stages, 1, config.keys, wide[x]), named[x].dtype
         )
         if own in named:
-            shape = (1, config.keys) if own not in p.beside else (config.keys, p.heads)
+            shape = (1, config.keys)
+            if own in p.beside:
+                wide_of_scales = named[own].shape[2]
+                shape = config.keys * p.heads // wide_of_scales, wide_of_scales
             scratch[own] = plgpu.SMEM((stages, *shape), named[own].dtype)
         scratch[f"{x}_ready"] = pallas_gpu.barriers(stages, 1 + (own in named))
         scratch[f"{x}_free"] = pallas_gpu.barriers(stages)
@@ -244,7 +249,9 @@ class _Block:
                 if (own := f"{name}_scale") in self.given:
                     values, place = self.given[own], x[own].at[slot]
                     if own in self.p.beside:
-                        values = values.at[self.sequence, pl.ds(key, keys)]
+                        count = place.shape[0]
+                        first = key if count == keys else (self.first + i) * count
+                        values = values.at[self.sequence, pl.ds(first, count)]
                     else:
                         values = values.at[self.pair, pl.ds(key, keys)]
                         place = place.at[0]
@@ -304,9 +311,7 @@ class _Block:
         total = sum(weights, total * fade)
         plgpu.barrier_wait(x["v_ready"].at[slot])
         if "v" in p.factors:
-            weights = [
-                x * self.factor("v", slot, at, shape) for at, x in enumerate(weights)
-            ]
+            weights = [self.times("v", slot, at, x) for at, x in enumerate(weights)]
         tiles = [x["p_tiles"].at[turn * parts + at] for at in range(parts)]
         for part, tile in zip(weights, tiles, strict=True):
             instructions.store_weights(part, tile)
@@ -331,9 +336,7 @@ class _Block:
         )  # fmt: skip
         scores = [x * (p.scale * LOG2E) for x in scores]
         if "k" in p.factors:
-            scores = [
-                x * self.factor("k", slot, at, shape) for at, x in enumerate(scores)
-            ]
+            scores = [self.times("k", slot, at, x) for at, x in enumerate(scores)]
         plgpu.barrier_arrive(x["k_free"].at[slot])
         return scores
 
@@ -355,10 +358,14 @@ class _Block:
             return []
         return [self.x[own].at[slot]]
 
-    def factor(self, name: str, slot: Any, part: int, shape: Any) -> Any:
-        """The factor of each of 64 keys."""
-        own, rows = f"{name}_scale", pl.ds(KEYS * part, KEYS)
+    def times(self, name: str, slot: Any, part: int, scores: Any) -> Any:
+        """Numbers of 64 keys times the factor of each."""
+        own, rows, heads = f"{name}_scale", pl.ds(KEYS * part, KEYS), self.p.heads
+        x = self.x[own]
+        if own in self.p.beside and x.shape[2] == LINE:
+            place = x.at[slot]
+            return instructions.times_rows(scores, place, self.head, heads, part)
         place = (rows, self.head) if own in self.p.beside else (0, rows)
-        line = self.x[own].at[slot, *place]
+        line = x.at[slot, *place]
         values = pallas_gpu.loaded(line, pallas.ROWS, optimized=False)
-        return pallas.along(values.astype(jnp.float32), shape)
+        return scores * pallas.along(values.astype(jnp.float32), scores.shape)

@@ -5,7 +5,7 @@ Places of threads are those of `threads`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +114,7 @@ def add_joined(
                 for sign, what in inside.steps:
                     value = other[what] if isinstance(what, int) else what
                     both = registers.in_float32(both, sign, value)
-                flat[i][at] = _pair(
+                flat[i][at] = registers.pair(
                     emit("add.rn.f32 $0, $1, $2;", [number(sums[i], at, e), v], f32())
                     for e, v in enumerate(both)
                 )
@@ -127,14 +127,6 @@ def add_joined(
         ]  # fmt: skip
 
     return run(list(sums), list(products), right, list(joined))
-
-
-def _pair(values: Iterable[Any]) -> Any:
-    """A register of a product, of two float32."""
-    pair = llvm.mlir_undef(ir.VectorType.get((2,), f32()))
-    for e, value in enumerate(values):
-        pair = llvm.insertelement(pair, value, constant(e))
-    return pair
 
 
 def _waited(sums: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ counts one holds a whole number in its lowest bits: 128 in bfloat16, 1024 in flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,14 @@ def _letter(kind: Any) -> str:
 def constant(value: int) -> Any:
     """Returns a register that holds a constant."""
     return mgpu.utils.c(value, i32())
+
+
+def pair(values: Iterable[Any]) -> Any:
+    """Returns two float32 as a register of a product."""
+    made = llvm.mlir_undef(ir.VectorType.get((2,), f32()))
+    for e, value in enumerate(values):
+        made = llvm.insertelement(made, value, constant(e))
+    return made
 
 
 # ------------------------------------------------------------------- numbers to floats

@@ -327,6 +327,12 @@ def simulated_stored_attention() -> Iterator[None]:
         del scratch
         return np.broadcast_to({"max": np.max, "add": np.sum}[verb](x, 0), x.shape)
 
+    def times_rows(
+        x: np.ndarray, lines: machine.Reference, head: int, heads: int, part: int
+    ) -> np.ndarray:
+        every = lines.view().reshape(-1, heads)[64 * part :][:64, head]
+        return x * every.astype(np.float32)[:, None]
+
     def store_sums(
         sums: list[np.ndarray], partial: machine.Reference, use: Any
     ) -> None:
@@ -352,6 +358,7 @@ def simulated_stored_attention() -> Iterator[None]:
         patch.setattr(totals, "store_sums", store_sums)
         own = stored_instructions
         patch.setattr(own, "over_keys", over_keys)
+        patch.setattr(own, "times_rows", times_rows)
         stored = lambda x, place: place.__setitem__(..., x.T.astype(place.dtype))
         patch.setattr(own, "store_weights", stored)
         patch.setattr(
