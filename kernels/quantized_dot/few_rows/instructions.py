@@ -140,6 +140,8 @@ def _waited(sums: Sequence[Any]) -> list[Any]:
 
 def _step(use: Use) -> type[_Step]:
     """The class that reads a use's matrix."""
+    if use.packed == "first":
+        return _Words
     if use.alternating:
         return _Alternating
     return _Transposed if use.transposed else _ByRows if use.by_rows else _Step
@@ -327,6 +329,37 @@ class _Alternating(_Transposed):
                 word = self.word(column, row)
                 pair = registers.alternate(stored, dtype, word, first)
                 yield i, half, pair, column, 1
+
+
+class _Words(_Alternating):
+    """The same for words [k / 8, n] of numbers of the first axis.
+
+    A thread has the t-th word of 4, of the columns of a transposed matrix.
+    """
+
+    def begin(self) -> None:
+        """Finds the thread's places: for both halves, and for odd and even rows."""
+        self.first = self.thread.own_column()
+        self.words: dict[tuple[int, int], Any] = {}
+        self.tile = self.use.config.depth // 8 * 128
+        self.bases = {
+            (half, odd): emit(
+                "add.u32 $0, $1, $2;",
+                [self.right, self.thread.word_of_line(self.tile, 2 * half, 4 * odd)],
+            )
+            for half in (0, 1)
+            for odd in (0, 1)
+        }
+
+    def word(self, column: int, row: int) -> Any:
+        """The thread's word of a column, of the 32 numbers that have a row."""
+        four = row // 32
+        key = column, four
+        if key not in self.words:
+            base = self.bases[column // 8 % 2, four % 2]
+            offset = column // 32 * self.tile + 512 * four
+            self.words[key] = load(base, offset)
+        return self.words[key]
 
 
 class _ByRows(_Step):

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 REFUSES = jax.__version_info__ >= (0, 12)
 """Whether JAX refuses slices past the end of an array: up to 0.11 they hold zeros."""
 
+LINE = 32
+"""The columns of a tile of words: 128 bytes."""
+
 PART = "part"
 """The axis along which blocks share the summed axis."""
 
@@ -58,6 +61,10 @@ class Use:
             it is added up. The arrays are then joined here, and not to the numbers.
         alternating: Whether the summed axis of the rows is ordered by `alternating`.
             A thread then reads whole words of a transposed matrix.
+        packed: ``"last"`` if the matrix's elements are integers that hold several
+            numbers of its last axis. ``"first"`` if those are words of eight numbers of
+            the first axis: numbers are then read as if the matrix were transposed.
+        each: The numbers of an element.
     """
 
     steps: Steps
@@ -69,11 +76,43 @@ class Use:
     by_rows: bool = False
     inside: Steps | None = None
     alternating: bool = False
+    packed: str = ""
+    each: int = 1
 
     @property
     def width(self) -> int:
         """Columns of a tile of the matrix."""
+        if self.packed == "first":
+            return LINE
         return self.config.width(self.stored, self.transposed)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The elements of a tile, as they lie in memory."""
+        depth, wide = self.config.depth, self.width
+        if self.packed == "first":
+            return depth // self.each, wide
+        shape = (wide, depth) if self.transposed else (depth, wide)
+        return shape[0], shape[1] // self.each
+
+    def place(self, row: Any, column: Any) -> tuple[Any, Any]:
+        """Returns where a tile lies in the matrix.
+
+        Args:
+            row: Its first number of the summed axis.
+            column: Its first column.
+        """
+        down, wide = self.tile
+        first, second = row, column
+        if self.transposed and self.packed != "first":
+            first, second = column, row
+        each = jnp.int32(self.each)
+        if self.packed == "first":
+            first = lax.div(first, each)
+        elif self.each > 1:
+            second = lax.div(second, each)
+        starts = pl.multiple_of(first, down), pl.multiple_of(second, wide)
+        return pl.ds(starts[0], down), pl.ds(starts[1], wide)
 
 
 def alternating(rows: Array, count: int) -> Array:
@@ -104,7 +143,8 @@ def rows_times_matrix(
     Args:
         name: The name of the kernel in profiles.
         lhs: [m, k], bfloat16 or float16, m at most 64.
-        matrix: [k, n], as `Use.stored`; [n, k] if transposed.
+        matrix: [k, n], as `Use.stored`; [n, k] if transposed. The same with fewer
+            elements, if they are `Use.packed`.
         joined: Arrays [z, n] of `Use.steps`, a row for each z-th part of k.
         behind: Arrays float32 [n] of `Use.behind`.
         use: How.
@@ -113,9 +153,8 @@ def rows_times_matrix(
         [m, n], of `Use.dtype`.
     """
     (m, k), config, wide = lhs.shape, use.config, use.width
-    n = matrix.shape[0 if use.transposed else 1]
     rows, parts = padded(m), config.chunks
-    tile = (wide, config.depth) if use.transposed else (config.depth, wide)
+    n = matrix.size * use.each // k
     copies = config.copies(wide, len(joined))
     depths = [_rows(config.depth, k // x.shape[0]) for x in joined]
     scratch = {
@@ -125,7 +164,7 @@ def rows_times_matrix(
             lhs.dtype,
         ),
         "right": pallas_gpu.tiles(
-            (config.stages, config.block_n // wide, *tile), matrix.dtype
+            (config.stages, config.block_n // wide, *use.tile), matrix.dtype
         ),
         "joined": [
             plgpu.SMEM((config.stages, depth, config.block_n), x.dtype)
@@ -212,9 +251,7 @@ class _Block:
             plgpu.barrier_wait(x["free"].at[slot])
             row = pl.multiple_of((first + i) * config.depth, config.depth)
             for tile in range(config.block_n // wide):
-                across = pl.ds(pl.multiple_of(self.column + tile * wide, wide), wide)
-                down = pl.ds(row, config.depth)
-                place = (across, down) if self.use.transposed else (down, across)
+                place = self.use.place(row, self.column + tile * wide)
                 plgpu.copy_gmem_to_smem(
                     self.matrix.at[*place], x["right"].at[slot, tile], ready
                 )

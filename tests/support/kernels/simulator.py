@@ -211,8 +211,9 @@ def _multiply_stored(
     joined: Sequence[machine.Reference], groups: Sequence[int], use: Any,
 ) -> list[np.ndarray]:  # fmt: skip
     """Sums of 64 columns each, of the transposed product."""
-    tiles = right.view()
-    tiles = tiles.transpose(0, 2, 1) if use.transposed else tiles
+    tiles = _numbers(right.view(), use)
+    turned = use.transposed and use.packed != "first"
+    tiles = tiles.transpose(0, 2, 1) if turned else tiles
     numbers = np.concatenate(list(tiles), 1).astype(np.float32)
     places = [
         np.minimum(np.arange(len(numbers)) // group, x.shape[0] - 1)
@@ -234,6 +235,22 @@ def _multiply_stored(
     return [
         x + y for x, y in zip(sums, product.reshape(len(sums), 64, -1), strict=True)
     ]
+
+
+def _numbers(tiles: np.ndarray, use: Any) -> np.ndarray:
+    """The numbers of tiles [tiles, rows, columns], whose elements may hold several."""
+    if use.each == 1:
+        return tiles
+    axis = 1 if use.packed == "first" else 2
+    bits = tiles.dtype.itemsize * 8 // use.each
+    words = tiles.view(f"uint{8 * tiles.dtype.itemsize}")
+    parts = [(words >> (bits * i)) & (2**bits - 1) for i in range(use.each)]
+    numbers = np.stack(parts, axis + 1).astype(np.int32)
+    if use.stored == "int4":
+        numbers = (numbers ^ 8) - 8
+    shape = list(tiles.shape)
+    shape[axis] *= use.each
+    return numbers.reshape(shape)
 
 
 def _add_joined(
