@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from rewriter.ops.op import Op, Operand, Sharding
@@ -38,7 +39,7 @@ def packed_form(op: Op, name: str, about: str) -> Op:
         about=about,
         operands=tuple(map(_of_bytes, op.operands)),
         reference=functools.partial(computed, op.reference),
-        defaults={**op.defaults, "packing": None},
+        defaults={**op.defaults, "packing": None, "codebook": None},
         cost=functools.partial(_cost, op.cost),
         sharding=functools.partial(_sharding, op),
         sample=functools.partial(_sample, op.sample),
@@ -59,8 +60,9 @@ def axis_of(packing: str, mode: str) -> int:
 
 
 def computed(
-    product: Any, /, *, w: Array, packing: str, mode: str = "forward", **given: Any
-) -> Array:
+    product: Any, /, *, w: Array, packing: str, mode: str = "forward",
+    codebook: tuple[float, ...] | None = None, **given: Any,
+) -> Array:  # fmt: skip
     """Returns the product of rows and the matrix that bytes or words hold.
 
     Args:
@@ -68,9 +70,12 @@ def computed(
         w: The bytes, or the words.
         packing: How numbers lie in them, see `packing_of`.
         mode: As in a quantized dot.
+        codebook: 16 floats that stand for the numbers 0 to 15, or None.
         **given: Other operands and parameters of a quantized dot.
     """
     numbers = unpacked(w, packing_of(packing), axis_of(packing, mode))
+    if codebook is not None:
+        numbers = jnp.array(codebook, jnp.float32)[numbers]
     return product(w=numbers, mode=mode, **given)
 
 

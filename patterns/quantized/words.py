@@ -106,7 +106,10 @@ def packed(find: Finder, reading: Reading) -> Reading:
         raise refused("the words lie in another order, or are a part of an array")
     if words not in ev.place.defined:
         raise refused("the words are made where they are not at hand", 0.3)
-    steps = small_integers.in_float32(find, reading, packing, find.graph.dtype(value))
+    steps = str(reading.params["widen"])
+    if steps:
+        dtype = find.graph.dtype(value)
+        steps = small_integers.in_float32(find, reading, packing, dtype)
     return dataclasses.replace(
         reading,
         op="packed_dot",
