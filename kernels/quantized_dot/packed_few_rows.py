@@ -14,15 +14,21 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot import few_rows
-from rewriter.kernels.quantized_dot.estimate import as_written, of_few_rows
+from rewriter.kernels.quantized_dot.estimate import (
+    RATE,
+    as_written,
+    of_few_rows,
+)
+from rewriter.kernels.quantized_dot.estimate import numbers as count_of
 from rewriter.kernels.quantized_dot.few_rows.config import Tiles, configs, default, fits
 from rewriter.kernels.quantized_dot.op import OP, PACKED
 from rewriter.kernels.quantized_dot.packed_form import axis_of
 from rewriter.kernels.quantized_dot.use import Use
 from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.kinds import HOPPER
+from rewriter.ops.estimate import LAUNCH_S
 from rewriter.ops.kernel import Space, Spec, Speed
-from rewriter.ops.packing import Packing, packing_of
+from rewriter.ops.packing import EACH, Packing, packing_of
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -34,6 +40,9 @@ if TYPE_CHECKING:
 
 PLACES = {"low": "01", "high": "10"}
 """The halves of a byte, in the order of numbers that follow each other."""
+
+OWN = ("packing", "codebook")
+"""Parameters of packed dots alone."""
 
 LEAST = 32
 """The fewest numbers of a group, where a thread reads words of the summed axis."""
@@ -62,7 +71,7 @@ def of_numbers(spec: Spec) -> Spec:
         op=OP.name,
         shapes=tuple((n, tuple(shape) if n == "w" else s) for n, s in spec.shapes),
         dtypes=tuple((n, kind if n == "w" else d) for n, d in spec.dtypes),
-        params=tuple((n, x) for n, x in spec.params if n != "packing"),
+        params=tuple((n, x) for n, x in spec.params if n not in OWN),
     )
 
 
@@ -74,10 +83,14 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("packing", "numbers of a byte lie half of an axis apart"))
     if packing.sign == "signed" and packing.dtype == "uint8":
         found.append(no("packing", "numbers with a sign in uint8"))
-    if packed_along(packing, mode) == "first":
-        if packing.count != 8 or mode == "transposed":
-            text = f"{packing.count} numbers of each {packing.axis} in an element"
-            found.append(no("packing", f"{text}, of matrices that lie so"))
+    words = packed_along(packing, mode) == "first" or mode == "transposed"
+    if spec.param("codebook") is not None and not words:
+        found.append(no("codebook", "a codebook, and columns in an element"))
+    first = packed_along(packing, mode) == "first"
+    if first and (packing.count != EACH or mode == "transposed"):
+        text = f"{packing.count} numbers of each {packing.axis} in an element"
+        found.append(no("packing", f"{text}, of matrices that lie so"))
+    if words:
         k = spec.shape("x")[-1]
         arrays = [spec.shape(n)[0] for n in ("w_scale", "w_zero") if spec.has(n)]
         if any(k // z < LEAST for z in arrays):
@@ -97,6 +110,7 @@ def forward(
     w_scale: Array | None = None,
     w_zero: Array | None = None,
     residuals: bool = False,
+    codebook: tuple[float, ...] | None = None,
     config: Tiles,
     **given: Any,
 ) -> Any:
@@ -106,6 +120,7 @@ def forward(
 
     Args:
         residuals: Whether to return ``(result, ())``.
+        codebook: 16 floats that numbers stand for, or None.
         config: The tiles.
     """
     how = packing_of(packing)
@@ -120,7 +135,7 @@ def forward(
     kind = "int4" if how.sign == "signed" else "uint4"
     along = packed_along(how, mode)
     use = Use(x=x, w=w, w_scale=w_scale, w_zero=w_zero, mode=mode, **given)
-    stored = few_rows.Stored(kind, columns, along, how.count)
+    stored = few_rows.Stored(kind, columns, along, how.count, codebook or ())
     out = few_rows.product(use, w, stored, config)
     if how.axis == "n":
         out = _in_order(out, own)
@@ -158,6 +173,8 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     once = as_written(numbers, device)
     rest = 0.0 if passes == "forward" else once
     own = of_few_rows(numbers, device)
+    if spec.param("codebook") is not None:
+        own = max(own, count_of(numbers) / RATE + LAUNCH_S)
     return {"xla": once + rest, "hopper_few_rows": own + rest}
 
 

@@ -59,6 +59,9 @@ WIDE = 128
 FLOATS = "float4_e2m1fn"
 """The dtype of floats of four bits."""
 
+WORD = 8
+"""The numbers of four bits in a word."""
+
 TAKEN = FEW_BITS
 """Dtypes of the matrix's numbers."""
 
@@ -127,12 +130,14 @@ class Stored:
         columns: How many columns it has.
         packed: As `kernel.Use.packed`.
         each: The numbers of an element.
+        codebook: As `kernel.Use.codebook`.
     """
 
     dtype: str
     columns: int
     packed: str = ""
     each: int = 1
+    codebook: tuple[float, ...] = ()
 
 
 def product(use: Use, matrix: Array, stored: Stored, config: Tiles) -> Array:
@@ -167,13 +172,14 @@ def product(use: Use, matrix: Array, stored: Stored, config: Tiles) -> Array:
         rows_behind.append(jnp.broadcast_to(row, (n,)))
     dtypes = tuple(dtype for _, dtype in how.dtypes)
     first = stored.packed == "first"
+    words = first or (stored.packed == "last" and use.transposed)
     plan = kernel.Use(
         Steps(steps, dtypes, x.dtype.name), finished, stored.dtype, out_dtype,
-        config, use.transposed or first, alternating=first, packed=stored.packed,
-        each=stored.each,
+        config, use.transposed or first, alternating=words, packed=stored.packed,
+        each=stored.each, codebook=stored.codebook,
     )  # fmt: skip
     flat = x.reshape(rows, k)
-    flat = kernel.alternating(flat, stored.each) if first else flat
+    flat = kernel.alternating(flat, WORD) if words else flat
     out = kernel.rows_times_matrix(NAME, flat, matrix, joined, rows_behind, plan)
     if after is None:
         out = use.finished(out.astype(dtype))

@@ -47,7 +47,7 @@ def multiply(
         sums: For each 64 rows of tensor cores, float32 [64, rows].
         right: Shared memory [tiles, depth, columns], as `Use.stored`.
         left: For each `CHUNK` of the summed axis, shared memory [rows, CHUNK].
-        joined: Shared memory [z, columns] each.
+        joined: Shared memory [z, columns] each. A codebook comes last.
         groups: How many numbers of the summed axis share a row of each.
         use: How.
     """
@@ -225,7 +225,7 @@ class _Step:
             for i, half, pair, column, count in self.pairs(row):
                 joined = [
                     self.values(a, row, column - column % count, count)[column % count]
-                    for a in range(len(self.joined))
+                    for a in range(len(self.use.steps.dtypes))
                 ]
                 made[i][part, half] = registers.widened(pair, self.use.steps, joined)
         return [self.fragment(x) for x in made]
@@ -323,11 +323,16 @@ class _Alternating(_Transposed):
         """Yields the pairs of numbers of 8 rows."""
         stored, dtype = self.use.stored, self.use.steps.dtype
         first = row % (128 // self.bits) // 8
+        table = address(self.joined[-1]) if self.use.codebook else None
         for i in range(self.count):
             for half in (0, 1):
                 column = 64 * i + 8 * half
                 word = self.word(column, row)
-                pair = registers.alternate(stored, dtype, word, first)
+                if table is None:
+                    pair = registers.alternate(stored, dtype, word, first)
+                else:
+                    both = first, first + 4
+                    pair = [registers.looked_up(table, word, at) for at in both]
                 yield i, half, pair, column, 1
 
 

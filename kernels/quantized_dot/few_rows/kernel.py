@@ -65,6 +65,7 @@ class Use:
             numbers of its last axis. ``"first"`` if those are words of eight numbers of
             the first axis: numbers are then read as if the matrix were transposed.
         each: The numbers of an element.
+        codebook: 16 floats that numbers stand for, where `alternating`; or none.
     """
 
     steps: Steps
@@ -78,6 +79,7 @@ class Use:
     alternating: bool = False
     packed: str = ""
     each: int = 1
+    codebook: tuple[float, ...] = ()
 
     @property
     def width(self) -> int:
@@ -175,15 +177,22 @@ def rows_times_matrix(
         "free": pallas_gpu.barriers(config.stages, config.across),
     }
 
+    table: list[Array] = []
+    if use.codebook:
+        table = [jnp.array(2 * use.codebook, jnp.float32)]  # a copy has 128 bytes
+        scratch["table"] = plgpu.SMEM(table[0].shape, jnp.float32)
+        scratch["table_ready"] = pallas_gpu.barriers(1)
+
     def body(lhs: Any, matrix: Any, *references: Any, **shared: Any) -> None:
         *arrays, out = references
+        codebook = arrays.pop() if table else None
         given = arrays[: len(joined)], arrays[len(joined) :]
-        _Block(use, lhs, matrix, *given, out, shared).run()
+        _Block(use, lhs, matrix, *given, out, shared, codebook).run()
 
     return pallas_gpu.kernel(
         body, name, [jax.ShapeDtypeStruct((m, n), use.dtype)], scratch,
         n // config.block_n, config.computing + 1, config.splits, PART,
-    )(lhs, matrix, *joined, *behind)[0]  # fmt: skip
+    )(lhs, matrix, *joined, *behind, *table)[0]  # fmt: skip
 
 
 def _rows(depth: int, group: int) -> int:
@@ -202,6 +211,7 @@ class _Block:
     behind: Sequence[Any]
     out: Any
     shared: dict[str, Any]
+    codebook: Any = None
 
     def run(self) -> None:
         """Runs this warpgroup's part."""
@@ -243,6 +253,9 @@ class _Block:
         config, x = self.use.config, self.shared
         _, left = x["left"]
         wide = self.use.width
+        if self.use.codebook:
+            ready = x["table_ready"].at[0]
+            plgpu.copy_gmem_to_smem(self.codebook, x["table"], ready)
         first, end = self.steps
 
         def one(i: Any, _: Any) -> None:
@@ -289,6 +302,8 @@ class _Block:
         for slot in range(config.stages):
             mine = turn == slot % config.turns
             pallas_gpu.when(mine)(lambda s=slot: plgpu.barrier_arrive(x["free"].at[s]))
+        if self.use.codebook:
+            plgpu.barrier_wait(x["table_ready"].at[0])
         first, end = self.steps
         groups = [self.lhs.shape[1] // v.shape[0] for v in self.joined]
 
@@ -299,6 +314,7 @@ class _Block:
             plgpu.barrier_wait(x["ready"].at[slot])
             parts = [left.at[slot * config.chunks + p] for p in range(config.chunks)]
             joined = [v.at[slot, pl.ds(0, v.shape[1]), columns] for v in x["joined"]]
+            joined += [x["table"]] if self.use.codebook else []
             right = x["right"].at[slot, own]
             if self.use.inside is None:
                 sums = instructions.multiply(

@@ -136,6 +136,19 @@ def alternate(stored: str, dtype: str, word: Any, first: int) -> Any:
     return _of_eight_bits(stored == "int8", dtype, word)
 
 
+def looked_up(table: Any, word: Any, at: int) -> Any:
+    """Returns the float32 that a word's number of four bits stands for.
+
+    Args:
+        table: The address of 16 floats in shared memory.
+        word: The word.
+        at: The place of the number.
+    """
+    shift = f"shr.u32 x, $1, {4 * at - 2};" if at else "shl.b32 x, $1, 2;"
+    text = f"{{ .reg .b32 x; {shift} and.b32 x, x, 0x3c; add.u32 x, x, $2;"
+    return emit(f"{text} ld.shared.f32 $0, [x]; }}", [word, table], f32(), True)
+
+
 def _of_eight_bits(signed: bool, dtype: str, joined: Any) -> Any:
     if dtype == "float16":
         base = "0x64806480" if signed else "0x64006400"
@@ -255,10 +268,13 @@ def widened(pair: Any, steps: Steps, joined: Sequence[Any]) -> Any:
     """Returns a register of two numbers after the steps.
 
     Args:
-        pair: The numbers, exactly, in the dtype of the steps.
+        pair: The numbers, exactly, in the dtype of the steps; or two float32.
         steps: The steps.
         joined: For each array what `factors` gives for this column, or two numbers.
     """
+    two = isinstance(pair, list)
+    if two and (steps.narrow or not steps.steps):
+        pair = packed(steps.dtype, *pair)
     if not steps.steps:
         return pair
     if steps.narrow:
@@ -268,7 +284,7 @@ def widened(pair: Any, steps: Steps, joined: Sequence[Any]) -> Any:
                 other = joined[what] if isinstance(what, int) else twice(what, steps)
                 pair = emit(f"{VERBS[sign]}.rn.{kind}x2 $0, $1, $2;", [pair, other])
         return pair
-    both = list(floats(steps.dtype, pair))
+    both = pair if two else list(floats(steps.dtype, pair))
     for sign, what in steps.steps:
         both = in_float32(both, sign, joined[what] if isinstance(what, int) else what)
     return packed(steps.dtype, *both)

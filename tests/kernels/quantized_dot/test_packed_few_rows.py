@@ -26,6 +26,8 @@ HERE = device.named("h200")
 ZEROS = "float32 -zero float16 *scale"
 ONCE = "float16 -8.0 *scale"
 CAST = "float16"
+LOOKED_UP = "float32 *scale float16", "float32 float16"
+CODEBOOK = tuple(np.linspace(-1, 1, 16).astype("float32").tolist())
 PACKINGS = {
     "gptq": ("k words 01234567 unsigned uint8", "forward"),
     "awq": ("n words 04152637 unsigned uint8", "forward"),
@@ -60,7 +62,10 @@ def make(
         given["w_scale"] = r.uniform(0.01, 0.03, (z, n)).astype("float16")
     if "zero" in widen:
         given["w_zero"] = r.integers(0, 16, (z, n)).astype("int32")
-    return given, {"packing": text, "mode": mode, "widen": widen}
+    params = {"packing": text, "mode": mode, "widen": widen}
+    if widen in LOOKED_UP:
+        params["codebook"] = CODEBOOK
+    return given, params
 
 
 def wanted(given: dict[str, Any], params: dict[str, Any]) -> np.ndarray:
@@ -71,14 +76,18 @@ def wanted(given: dict[str, Any], params: dict[str, Any]) -> np.ndarray:
     numbers = numbers if params["mode"] == "forward" else numbers.T
     k = len(numbers)
     wide = numbers.astype("float32")
+    if "codebook" in params:
+        wide = np.array(params["codebook"], "float32")[numbers]
     repeated = lambda a: np.repeat(a, k // a.shape[0], 0)
     if "w_zero" in given:
         wide = wide - repeated(given["w_zero"])
     if "-8" in params["widen"]:
         wide = wide - 8
-    wide = wide.astype("float16")
+    if "codebook" not in params:
+        wide = wide.astype("float16")
     if "w_scale" in given:
         wide = wide * repeated(given["w_scale"])
+    wide = wide.astype("float16")
     return given["x"].astype("f8") @ wide.astype("f8")
 
 
@@ -114,8 +123,9 @@ USES = [
     (name, config, widen)
     for name in PACKINGS
     for config in CONFIGS
-    for widen in (ZEROS, ONCE, CAST)
+    for widen in (ZEROS, ONCE, CAST, *LOOKED_UP)
     if "transposed" not in name or config is None or config.depth == 128
+    if widen not in LOOKED_UP or name in ("gptq", "transposed", "bytes of transposed")
 ]
 
 
@@ -132,8 +142,12 @@ def test_simulated(name: str, config: Tiles | None, widen: str) -> None:
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["gptq", "awq", "transposed", "bytes of columns"])
-def test_lowers_on_a_cpu(name: str) -> None:
-    given, params = make(name)
+@pytest.mark.parametrize("widen", [ZEROS, LOOKED_UP[0]])
+def test_lowers_on_a_cpu(name: str, widen: str) -> None:
+    given, params = make(name, widen)
+    if not supports(spec_of(PACKED, given, params)).ok:
+        assert "codebook" in params
+        return
     call = jax.jit(functools.partial(KERNEL.forward, **params, config=Tiles()))
     text = jax.export.export(call, platforms=["cuda"])(**given).mlir_module()
     assert text.count("mosaic_gpu_v2") == 1

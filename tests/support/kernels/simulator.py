@@ -213,6 +213,9 @@ def _multiply_stored(
     """Sums of 64 columns each, of the transposed product."""
     tiles = _numbers(right.view(), use)
     turned = use.transposed and use.packed != "first"
+    if use.codebook:
+        *joined, table = joined
+        tiles = table.view()[tiles]
     tiles = tiles.transpose(0, 2, 1) if turned else tiles
     numbers = np.concatenate(list(tiles), 1).astype(np.float32)
     places = [
