@@ -1,13 +1,14 @@
-"""Rows times a matrix of GPTQ or AWQ: as written, as chosen, and by config.
+"""Rows times a matrix of GPTQ, AWQ or nf4: as written, as chosen, and by config.
 
-  python3 -m tests.bench.packed_dot [--kinds "gptq;awq"] [--rows "1;16"]
+  python3 -m tests.bench.packed_dot [--kinds "gptq;awq;nf4"] [--rows "1;16"]
       [--sizes "4096x14336"] [--every] [--turns N] [--json PATH]
 
 Words of 32 bits have eight numbers each: of rows by GPTQ, of columns by AWQ. Zero
-points are packed too; they and scales are those of 128 numbers. Times are device time
-of all kernels of a program, on two sets of inputs in turns. `share` is the part of the
-GPU's memory bandwidth that reading the words once would take. The error is that of the
-result against float32, in the Frobenius norm.
+points are packed too; they and scales are those of 128 numbers. A byte of nf4 has two
+numbers, which a table of 16 floats is looked up by; 64 have a scale. Times are device
+time of all kernels of a program, on two sets of inputs in turns. `share` is the part of
+the GPU's memory bandwidth that reading the words once would take. The error is that of
+the result against float32, in the Frobenius norm.
 """
 
 from __future__ import annotations
@@ -33,6 +34,18 @@ from tests.bench import record
 
 COMMAND = "python3 -m tests.bench.packed_dot"
 GROUP, EACH = 128, 8
+BLOCK = 64
+"""The numbers of nf4 that have a scale."""
+
+NF4 = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+    0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+], np.float32)  # fmt: skip
+"""The codebook of QLoRA (arXiv 2305.14314, appendix E)."""
+
 AWQ = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Where AutoAWQ puts each of eight numbers."""
 
@@ -55,6 +68,13 @@ def in_order(numbers: Any) -> Any:
     return numbers[:, order]
 
 
+def of_nf4(x: Any, packed: Any, scales: Any) -> Any:
+    """The product with a matrix [n, k] of nf4, in the order of bitsandbytes."""
+    index = jnp.stack([packed >> 4, packed & 15], -1).reshape(-1)
+    blocks = jnp.array(NF4)[index].reshape(-1, BLOCK) * scales[:, None]
+    return x @ blocks.reshape(-1, x.shape[1]).astype(x.dtype).T
+
+
 def matrix(kind: str, w: Any, zeros: Any, scales: Any) -> Any:
     """The widened matrix."""
     if kind == "gptq":
@@ -68,6 +88,8 @@ def matrix(kind: str, w: Any, zeros: Any, scales: Any) -> Any:
 
 def as_written(kind: str, x: Any, w: Any, zeros: Any, scales: Any) -> Any:
     """The product, as such models write it."""
+    if kind == "nf4":
+        return of_nf4(x, w, scales)
     return x @ matrix(kind, w, zeros, scales)
 
 
@@ -75,6 +97,12 @@ def as_written(kind: str, x: Any, w: Any, zeros: Any, scales: Any) -> Any:
 def inputs(kind: str, m: int, k: int, n: int, seed: Any) -> list[jax.Array]:
     """Returns rows, words, zero points and scales."""
     keys = jax.random.split(jax.random.key(seed), 4)
+    if kind == "nf4":
+        return [
+            jax.random.normal(keys[0], (m, k), jnp.bfloat16),
+            jax.random.bits(keys[1], (k * n // 2,), jnp.uint8), jnp.zeros(()),
+            jax.random.uniform(keys[3], (k * n // BLOCK,), minval=0.01, maxval=0.03),
+        ]  # fmt: skip
     shape = (k // EACH, n) if kind == "gptq" else (k, n // EACH)
     zeros = (k // GROUP, n // EACH)
     draw = lambda key, shape: jax.random.bits(key, shape).view(jnp.int32)
@@ -94,27 +122,31 @@ def ways(kind: str, args: list[jax.Array], every: bool) -> list[tuple[str, Any, 
     (site,) = rewriter.explain(program, implementation=how)(*args).sites
     if site.form != PACKED.name or not every:
         return found
-    x, w, _, scales = args
-    given = {"x": x, "w": w, "w_scale": scales, "w_zero": jnp.ones(scales.shape, "i4")}
-    params = dict(site.params)
+    given, params = operands(kind, *args), dict(site.params)
     spec, here = spec_of(PACKED, given, params), device.attached()
     for config in worth_measuring(module.KERNEL.space, spec, here, 8)[0]:
-
-        def run(x: Any, w: Any, zeros: Any, scales: Any, config: Any = config) -> Any:
-            z = of_columns(zeros) + 1 if kind == "gptq" else in_order(of_columns(zeros))
-            arrays = {"x": x, "w": w, "w_scale": scales, "w_zero": z}
-            return module.KERNEL.forward(**arrays, **params, config=config)
-
-        found.append((module.KERNEL.name, config, run))
+        run = functools.partial(module.KERNEL.forward, **params, config=config)
+        program = lambda *args, run=run: run(**operands(kind, *args))
+        found.append((module.KERNEL.name, config, program))
     return found
+
+
+def operands(kind: str, x: Any, w: Any, zeros: Any, scales: Any) -> dict[str, Any]:
+    """The operands of the op, from arguments."""
+    if kind == "nf4":
+        n = 2 * w.size // x.shape[1]
+        scales = scales.reshape(n, -1).T
+        return {"x": x, "w": w.reshape(n, -1), "w_scale": scales}
+    z = of_columns(zeros) + 1 if kind == "gptq" else in_order(of_columns(zeros))
+    return {"x": x, "w": w, "w_scale": scales, "w_zero": z}
 
 
 def error(kind: str, got: Any, args: list[jax.Array]) -> float:
     """Returns the relative error of a result."""
     x, w, zeros, scales = args
-    wide = matrix(kind, w, zeros, scales.astype(jnp.float32))
+    x, scales = x.astype(jnp.float32), scales.astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
-        want = x.astype(jnp.float32) @ wide
+        want = as_written(kind, x, w, zeros, scales)
     size = jnp.linalg.norm(want)
     return float(jnp.linalg.norm(got.astype(jnp.float32) - want) / size)
 
@@ -147,7 +179,7 @@ def measured(
 def main() -> None:
     """Measures the cases."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", default="gptq;awq")
+    parser.add_argument("--kinds", default="gptq;awq;nf4")
     parser.add_argument("--rows", default="1;16;64;256")
     parser.add_argument("--sizes", default="4096x14336;8192x28672")
     parser.add_argument("--every", action="store_true", help="every config")
