@@ -154,29 +154,9 @@ def rows_times_matrix(
     Returns:
         [m, n], of `Use.dtype`.
     """
-    (m, k), config, wide = lhs.shape, use.config, use.width
-    rows, parts = padded(m), config.chunks
+    (m, k), config = lhs.shape, use.config
     n = matrix.size * use.each // k
-    copies = config.copies(wide, len(joined))
-    depths = [_rows(config.depth, k // x.shape[0]) for x in joined]
-    scratch = {
-        "left": pallas_gpu.tiles_and_rows(
-            (config.stages * parts, rows, CHUNK),
-            (config.stages * parts, rows, CHUNK),
-            lhs.dtype,
-        ),
-        "right": pallas_gpu.tiles(
-            (config.stages, config.block_n // wide, *use.tile), matrix.dtype
-        ),
-        "joined": [
-            plgpu.SMEM((config.stages, depth, config.block_n), x.dtype)
-            for x, depth in zip(joined, depths, strict=True)
-        ],
-        "partial": plgpu.SMEM((config.turns, rows, config.block_n), jnp.float32),
-        "ready": pallas_gpu.barriers(config.stages, copies),
-        "free": pallas_gpu.barriers(config.stages, config.across),
-    }
-
+    scratch = shared_memory(use, lhs, matrix.dtype, joined, len(joined))
     table: list[Array] = []
     if use.codebook:
         table = [jnp.array(2 * use.codebook, jnp.float32)]  # a copy has 128 bytes
@@ -187,12 +167,47 @@ def rows_times_matrix(
         *arrays, out = references
         codebook = arrays.pop() if table else None
         given = arrays[: len(joined)], arrays[len(joined) :]
-        _Block(use, lhs, matrix, *given, out, shared, codebook).run()
+        Block(use, lhs, matrix, *given, out, shared, codebook).run()
 
     return pallas_gpu.kernel(
         body, name, [jax.ShapeDtypeStruct((m, n), use.dtype)], scratch,
         n // config.block_n, config.computing + 1, config.splits, PART,
     )(lhs, matrix, *joined, *behind, *table)[0]  # fmt: skip
+
+
+def shared_memory(
+    use: Use, lhs: Array, dtype: Any, joined: Sequence[Array], arrays: int
+) -> dict[str, Any]:
+    """Returns the shared memory of a block of threads, by name.
+
+    Args:
+        use: How.
+        lhs: The rows.
+        dtype: That of the matrix.
+        joined: Arrays that a block has a part of as wide as itself.
+        arrays: How many copies bring these parts.
+    """
+    (m, k), config, wide = lhs.shape, use.config, use.width
+    rows, parts = padded(m), config.chunks
+    copies = config.copies(wide, arrays)
+    depths = [_rows(config.depth, k // x.shape[0]) for x in joined]
+    return {
+        "left": pallas_gpu.tiles_and_rows(
+            (config.stages * parts, rows, CHUNK),
+            (config.stages * parts, rows, CHUNK),
+            lhs.dtype,
+        ),
+        "right": pallas_gpu.tiles(
+            (config.stages, config.block_n // wide, *use.tile), dtype
+        ),
+        "joined": [
+            plgpu.SMEM((config.stages, depth, config.block_n), x.dtype)
+            for x, depth in zip(joined, depths, strict=True)
+        ],
+        "partial": plgpu.SMEM((config.turns, rows, config.block_n), jnp.float32),
+        "ready": pallas_gpu.barriers(config.stages, copies),
+        "free": pallas_gpu.barriers(config.stages, config.across),
+    }
 
 
 def _rows(depth: int, group: int) -> int:
@@ -201,7 +216,7 @@ def _rows(depth: int, group: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """The work of one block of threads."""
 
     use: Use
@@ -217,13 +232,17 @@ class _Block:
         """Runs this warpgroup's part."""
         warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
         threads.divide(warpgroup, self.use.config.computing, self.compute, self.copy)
+        self.finish()
+        if self.use.config.splits > 1:
+            threads.meet()  # no block ends while another one reads its sums
+
+    def finish(self) -> None:
+        """Stores the block's part of the result."""
         across = pl.ds(self.column, self.use.config.block_n)
         totals.add_up(
             self.shared["partial"], self.out.at[:, across],
             [x.at[across] for x in self.behind], self.use.config, self.use.behind,
         )  # fmt: skip
-        if self.use.config.splits > 1:
-            threads.meet()  # no block ends while another one reads its sums
 
     @property
     def column(self) -> Any:
@@ -245,6 +264,7 @@ class _Block:
         return first, end
 
     def slot(self, step: Any) -> Any:
+        """Where in shared memory a step lies."""
         return lax.rem(step, jnp.int32(self.use.config.stages))
 
     # ------------------------------------------------------------------ copying
@@ -264,9 +284,11 @@ class _Block:
             plgpu.barrier_wait(x["free"].at[slot])
             row = pl.multiple_of((first + i) * config.depth, config.depth)
             for tile in range(config.block_n // wide):
-                place = self.use.place(row, self.column + tile * wide)
+                source, column = self.source(tile)
                 plgpu.copy_gmem_to_smem(
-                    self.matrix.at[*place], x["right"].at[slot, tile], ready
+                    source.at[*self.use.place(row, column)],
+                    x["right"].at[slot, tile],
+                    ready,
                 )
             for part in range(config.chunks):
                 along = pl.ds(pl.multiple_of(row + part * CHUNK, CHUNK), CHUNK)
@@ -278,16 +300,28 @@ class _Block:
                 plgpu.copy_gmem_to_smem(
                     self.lhs.at[pl.ds(0, rows), along], place, ready
                 )
-            for values, place in zip(self.joined, x["joined"], strict=True):
-                group = self.lhs.shape[1] // values.shape[0]
-                across = pl.ds(self.column, config.block_n)
-                count = place.shape[1]
-                groups = pl.ds(lax.div(row, jnp.int32(group)), count)
-                plgpu.copy_gmem_to_smem(
-                    values.at[groups, across], place.at[slot], ready
-                )
+            self.copy_joined(row, slot, ready)
 
         lax.fori_loop(0, end - first, one, None)
+
+    def source(self, tile: int) -> tuple[Any, Any]:
+        """The matrix of a tile, and the tile's first column there."""
+        return self.matrix, self.column + tile * self.use.width
+
+    def copy_joined(self, row: Any, slot: Any, ready: Any) -> None:
+        """Copies the parts of arrays that a step reads."""
+        for values, place in zip(self.joined, self.shared["joined"], strict=True):
+            across = pl.ds(self.column, self.use.config.block_n)
+            plgpu.copy_gmem_to_smem(
+                self.groups_of(values, row, place.shape[1], across),
+                place.at[slot],
+                ready,
+            )
+
+    def groups_of(self, values: Any, row: Any, count: int, across: Any) -> Any:
+        """The part of an array that a step of some columns reads."""
+        group = self.lhs.shape[1] // values.shape[0]
+        return values.at[pl.ds(lax.div(row, jnp.int32(group)), count), across]
 
     # ---------------------------------------------------------------- computing
     def compute(self, warpgroup: Any) -> None:
