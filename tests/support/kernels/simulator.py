@@ -52,6 +52,7 @@ from rewriter.kernels.norms import hopper_team as norms_team
 from rewriter.kernels.norms import hopper_tiles as norms_tiles
 from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
 from rewriter.kernels.quantized_dot.few_rows import kernel as few_rows
+from rewriter.kernels.quantized_dot.few_rows import units as few_rows_units
 from rewriter.kernels.quantized_rows import hopper_kernel as quantized_rows
 from rewriter.kernels.ragged.dot.hopper import (
     by_groups,
@@ -68,6 +69,7 @@ from rewriter.kernels.shared import (
     warpgroups,
     work_stealing,
 )
+from rewriter.ops.activations import ACTIVATIONS
 from tests.support.kernels.simulated_gpu import (
     copies,
     launch,
@@ -296,13 +298,34 @@ def simulated_few_rows() -> Iterator[None]:
             done = _after_steps(before.pop(machine.HERE.program), steps, values)
             out[...] = done[: out.shape[0]].astype(out.dtype)
 
+    def join_branches(
+        partial: machine.Reference, out: machine.Reference,
+        behind: Sequence[Sequence[machine.Reference]], config: Any, steps: Any,
+        activation: tuple[str, float],
+    ) -> None:  # fmt: skip
+        if machine.HERE.warpgroup:
+            return
+        total = before.get(machine.HERE.program, 0) + partial.view().sum(0)
+        before[machine.HERE.program] = total
+        if machine.HERE.part == config.splits - 1:
+            half = total.shape[1] // 2
+            sums = total[:, :half], total[:, half:]
+            gate, up = (
+                _after_steps(x, steps, [b.view()[None] for b in own])
+                for x, own in zip(sums, behind, strict=True)
+            )
+            del before[machine.HERE.program]
+            name, beta = activation
+            done = np.asarray(ACTIVATIONS[name](gate, beta)) * up
+            out[...] = done[: out.shape[0]].astype(out.dtype)
+
     def store_sums(
         sums: list[np.ndarray], partial: machine.Reference, use: Any
     ) -> None:
         del use
         partial[...] = np.concatenate(sums).T
 
-    with _replaced((few_rows,), pallas_gpu) as patch:
+    with _replaced((few_rows, few_rows_units), pallas_gpu) as patch:
         zeros = lambda shape: np.zeros(shape, np.float32)
         patch.setattr(pallas_gpu, "zeros", zeros)
         every = lambda: machine.HERE.block.meet(range(len(machine.HERE.block.turns)))
@@ -311,6 +334,7 @@ def simulated_few_rows() -> Iterator[None]:
         patch.setattr(instructions, "add_joined", _add_joined)
         patch.setattr(totals, "store_sums", store_sums)
         patch.setattr(totals, "add_up", add_up)
+        patch.setattr(totals, "join_branches", join_branches)
         yield
 
 
