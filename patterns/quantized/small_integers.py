@@ -1,9 +1,10 @@
-"""Steps on small integers, as the same steps in float32.
+"""Steps on small integers, as the same steps in floats.
 
     (q - z).astype(float16) · s      q 0 to 15, z 1 to 16: integers are exact either way
 
-Kernels join zero points in float32. Where a program subtracts integers of 8 or 32 bits,
-both are the same if no result leaves its dtype's range.
+Kernels join zero points in floats. Where a program subtracts integers of 8 or 32 bits,
+both are the same if no result leaves its dtype's range. The dtype is the one that the
+program casts to afterwards, which holds integers as small as `EXACT`; else float32.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ Range = tuple[float, float]
 MOST = 1 << 10
 """Larger integers are not small."""
 
+EXACT = 1 << 8
+"""Every float of 16 bits holds integers up to here."""
 
-def in_float32(find: Finder, reading: Reading, packing: Packing, dtype: Any) -> str:
-    """Returns steps with the leading ones in float32, if that is the same.
+
+def in_floats(find: Finder, reading: Reading, packing: Packing, dtype: Any) -> str:
+    """Returns steps with the leading ones in floats, if that is the same.
 
     Args:
         find: The search.
@@ -40,9 +44,12 @@ def in_float32(find: Finder, reading: Reading, packing: Packing, dtype: Any) -> 
     steps = str(reading.params["widen"]).split()
     own: Range = (0.0, 15.0) if packing.sign == "unsigned" else (-8.0, 7.0)
     held, made = jnp.dtype(dtype), []
+    small = True
     for i, step in enumerate(steps):
         if step[0] not in JOINS and jnp.issubdtype(step, jnp.floating):
-            return " ".join([*(["float32"] if made else []), *made, *steps[i:]])
+            if small:
+                return " ".join([step, *made, *steps[i + 1 :]])
+            return " ".join(["float32", *made, *steps[i:]])
         if step[0] not in JOINS:
             held = jnp.dtype(step)
         else:
@@ -52,6 +59,8 @@ def in_float32(find: Finder, reading: Reading, packing: Packing, dtype: Any) -> 
             low, high = other if step[0] == "+" else (-other[1], -other[0])
             own = own[0] + low, own[1] + high
             made.append(step)
+            bounds = min(other[0], own[0]), max(other[1], own[1])
+            small = small and within(bounds, (-EXACT, EXACT))
         if not within(own, held_by(held)):
             break
     return " ".join([jnp.dtype(dtype).name, *steps])

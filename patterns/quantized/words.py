@@ -109,7 +109,7 @@ def packed(find: Finder, reading: Reading) -> Reading:
     steps = str(reading.params["widen"])
     if steps:
         dtype = find.graph.dtype(value)
-        steps = small_integers.in_float32(find, reading, packing, dtype)
+        steps = small_integers.in_floats(find, reading, packing, dtype)
     return dataclasses.replace(
         reading,
         op="packed_dot",

@@ -347,8 +347,8 @@ def test_steps_of_small_integers_are_those_of_floats() -> None:
         report = rewriter.explain(f, implementation=FORCED)(*args_of(f))
         return report.sites[0].params["widen"]
 
-    assert widen("gptq") == "float32 -zero float16 *scale"
-    assert widen("awq_masked_last") == "float32 -zero float16 *scale"
+    assert widen("gptq") == "float16 -zero *scale"
+    assert widen("awq_masked_last") == "float16 -zero *scale"
     assert widen("symmetric") == "float16 -8.0 *scale"
 
 
