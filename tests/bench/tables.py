@@ -669,6 +669,8 @@ def quantized_cache() -> str:
         data = json.loads(record.named(f"quantized_cache_{kind}").read_text())
         notes.append(f"{data['device']}, jax {data['jax']}, {data['date']}")
         for row in data["results"]:
+            if row.get("stored") == "int4":
+                continue
             case = found.setdefault((row["sequences"], row["tokens"]), {})
             case[kind, row["by"]] = row["us"]
     ways = ("as written", "hopper", "in 16 bits")
