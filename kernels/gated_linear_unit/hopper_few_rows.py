@@ -40,6 +40,7 @@ from rewriter.kernels.shared.hopper import (
 )
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.kernels.shared.limits import SYMBOLIC
+from rewriter.ops.cost import FOUR_BITS
 from rewriter.ops.estimate import LAUNCH_S
 from rewriter.ops.kernel import Space, Spec, Speed
 from rewriter.ops.widening import all_columns
@@ -148,7 +149,8 @@ def default(spec: Spec, device: Device) -> Tiles:
     m, k, n = sizes(part_of(spec))
     depth = 128 if k % 128 == 0 else 64
     turns = 1 if padded(m) > 16 else 2
-    base = Tiles(2 * COLUMNS, depth, 4, turns, 2)
+    stages = 8 if spec.dtype("w_gate") in FOUR_BITS else 4
+    base = Tiles(2 * COLUMNS, depth, stages, turns, 2)
     blocks = max(1, n // COLUMNS)
     count = int(processors(device) * BUSY)
     steps = k // depth // base.stages
