@@ -72,11 +72,14 @@ def index_of(find: Finder, node: Node) -> int:
     shape = g.shape(node.outs[0])
     while True:
         above = g.node_of(value)
-        if g.shape(value) == shape and not _may_be_skipped(find, above):
+        if _may_be_skipped(find, above):
+            value = above.ins[1]
+        elif g.shape(value) == shape:
             break
-        if above is None or above.prim not in LAYOUT | {"select_n", "clamp"}:
+        elif above is not None and above.prim in LAYOUT:
+            value = above.ins[0]
+        else:
             raise _refused("the indices of the codebook are laid out anew")
-        value = above.ins[1] if above.prim in {"select_n", "clamp"} else above.ins[0]
     if not within(interval(g, value), (0.0, SIZE - 1.0)):
         raise _refused("the indices of the codebook are not known to be 0 to 15")
     return value

@@ -181,6 +181,24 @@ def two_codebooks(x, p, s):
     return x @ w.reshape(N, K).astype(BF).T
 
 
+@alike
+def indices_that_are_chosen(x, p, s):
+    """Where another condition holds than that they are below 0."""
+    i = both(p).astype(jnp.int32)[:, None]
+    i = jnp.where(i < 8, i + 8, i)
+    dims = lax.GatherDimensionNumbers((), (0,), (0,))
+    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    w = lax.gather(jnp.array(NF4), i, dims, (1,), mode=mode)
+    return x @ (w.reshape(-1, BLOCK) * s[:, None]).reshape(N, K).astype(BF).T
+
+
+@alike
+def indices_in_another_order(x, pt, sc):
+    index = both(pt).reshape(K, N).T.reshape(-1)
+    w = jnp.array(NF4)[index].reshape(N, K)
+    return x @ (w * sc[:, None]).astype(BF).T
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling(name: str) -> None:
