@@ -95,7 +95,8 @@ PATTERNS = {
         "quantized.dot", "Rows times a matrix of 4 or 8 bits with scales."
     ),
     "packed_dot": Shipped(
-        "quantized.packed", "Rows times a matrix of two 4-bit numbers in each byte."
+        "quantized.packed",
+        "Rows times a matrix of 4-bit numbers packed in bytes or words.",
     ),
     "block_scaled_dot": Shipped(
         "quantized.by_blocks",

@@ -10,6 +10,7 @@ from rewriter.kernels.quantized_dot import (
     few_rows,
     hopper,
     packed,
+    packed_few_rows,
     xla,
 )
 from rewriter.kernels.quantized_dot.by_blocks import BLOCKS as BLOCKS
@@ -19,6 +20,7 @@ from rewriter.kernels.quantized_dot.op import PACKED as PACKED
 OPS = (OP, PACKED, BLOCKS)
 
 KERNELS = (
-    eight_bits.KERNEL, few_rows.KERNEL, hopper.KERNEL, xla.KERNEL, packed.KERNEL,
+    eight_bits.KERNEL, few_rows.KERNEL, hopper.KERNEL, xla.KERNEL,
+    packed_few_rows.KERNEL, packed.KERNEL,
     by_blocks_few_rows.KERNEL, by_blocks_hopper.KERNEL, by_blocks_xla.KERNEL,
 )  # fmt: skip

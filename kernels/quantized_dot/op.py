@@ -48,5 +48,5 @@ OP = dataclasses.replace(
 )
 
 PACKED = packed_form(
-    OP, "packed_dot", "rows times a matrix of numbers packed by two in a byte."
+    OP, "packed_dot", "rows times a matrix of 4-bit numbers packed in bytes or words."
 )

@@ -35,7 +35,7 @@ def _columns(spec: Spec) -> int:
     """Columns of the matrix."""
     mode, packing = str(spec.param("mode")), _packing(spec)
     n = spec.shape("w")[int(mode != "transposed")]
-    return 2 * n if packing.axis == "n" else n
+    return packing.count * n if packing.axis == "n" else n
 
 
 SPACE = columns.space(MOST, _columns, (64, 256, 1024))
@@ -53,7 +53,8 @@ def supports(spec: Spec) -> Verdict:
 
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns yes on a CPU for few rows and a large matrix, as for a quantized dot."""
-    return columns.pays(spec, platform, 2 * math.prod(spec.shape("w")))
+    numbers = _packing(spec).count * math.prod(spec.shape("w"))
+    return columns.pays(spec, platform, numbers)
 
 
 def forward(
@@ -74,10 +75,11 @@ def forward(
     """
     x = unturned(x)
     across = int(mode != "transposed")
-    per_byte = 1 + (packing_of(packing).axis == "n")
+    how = packing_of(packing)
+    each = how.count if how.axis == "n" else 1
 
     def block(first: Any, size: int) -> Array:
-        own = columns.taken(w, first // per_byte, size // per_byte, across)
+        own = columns.taken(w, first // each, size // each, across)
         others = {
             name: columns.taken(x, first, size)
             for name, x in (("w_scale", w_scale), ("w_zero", w_zero))
@@ -86,7 +88,7 @@ def forward(
         how = {"packing": packing, "mode": mode, **given}
         return computed(of_numbers, x=x, w=own, **others, **how)
 
-    out = columns.joined(block, w.shape[across] * per_byte, config)
+    out = columns.joined(block, w.shape[across] * each, config)
     return (out, ()) if residuals else out
 
 

@@ -1,4 +1,4 @@
-"""The form of quantized dots whose numbers are packed by two in a byte."""
+"""The form of quantized dots whose numbers are packed in bytes, or in words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from rewriter.ops.op import Op, Operand, Sharding
 from rewriter.ops.packing import packing_of, unpacked
@@ -38,7 +39,7 @@ def packed_form(op: Op, name: str, about: str) -> Op:
         about=about,
         operands=tuple(map(_of_bytes, op.operands)),
         reference=functools.partial(computed, op.reference),
-        defaults={**op.defaults, "packing": None},
+        defaults={**op.defaults, "packing": None, "codebook": None},
         cost=functools.partial(_cost, op.cost),
         sharding=functools.partial(_sharding, op),
         sample=functools.partial(_sample, op.sample),
@@ -49,7 +50,8 @@ def _of_bytes(operand: Operand) -> Operand:
     if operand.name != "w":
         return operand
     doc = "int8 or uint8: two numbers of 4 bits each. [k/2, n] or [k, n/2]; [n, k/2] "
-    return dataclasses.replace(operand, axes="p n", doc=f"{doc}or [n/2, k] transposed.")
+    doc += "or [n/2, k] transposed. int32 or uint32: eight numbers each, likewise."
+    return dataclasses.replace(operand, axes="p n", doc=doc)
 
 
 def axis_of(packing: str, mode: str) -> int:
@@ -58,18 +60,22 @@ def axis_of(packing: str, mode: str) -> int:
 
 
 def computed(
-    product: Any, /, *, w: Array, packing: str, mode: str = "forward", **given: Any
-) -> Array:
-    """Returns the product of rows and the matrix that bytes hold.
+    product: Any, /, *, w: Array, packing: str, mode: str = "forward",
+    codebook: tuple[float, ...] | None = None, **given: Any,
+) -> Array:  # fmt: skip
+    """Returns the product of rows and the matrix that bytes or words hold.
 
     Args:
         product: Computes a quantized dot.
-        w: The bytes.
+        w: The bytes, or the words.
         packing: How numbers lie in them, see `packing_of`.
         mode: As in a quantized dot.
+        codebook: 16 floats that stand for the numbers 0 to 15, or None.
         **given: Other operands and parameters of a quantized dot.
     """
     numbers = unpacked(w, packing_of(packing), axis_of(packing, mode))
+    if codebook is not None:
+        numbers = jnp.array(codebook, jnp.float32)[numbers]
     return product(w=numbers, mode=mode, **given)
 
 
@@ -95,15 +101,15 @@ def _cost(
     """That of a matrix of int4."""
     axis = axis_of(params["packing"], params["mode"])
     own = list(shapes["w"])
-    own[axis] *= 2
+    own[axis] *= packing_of(params["packing"]).count
     return cost({**shapes, "w": tuple(own)}, {**dtypes, "w": "int4"}, params, mode)
 
 
 def _sample(
     sample: Any, key: Any, operands: Mapping[str, Any], params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Operands of a quantized dot, and any bytes."""
+    """Operands of a quantized dot, and any bytes or words."""
     made = dict(sample(key, operands, params))
     x = operands["w"]
-    drawn = jax.random.randint(key, x.shape, 0, 256)
-    return {**made, "w": drawn.astype(jnp.uint8).astype(x.dtype)}
+    bits = jax.random.bits(key, x.shape, f"uint{8 * x.dtype.itemsize}")
+    return {**made, "w": lax.bitcast_convert_type(bits, x.dtype)}

@@ -129,6 +129,7 @@ def readings(
     name: str,
     general: Callable[[Finder, Node], Iterator[Reading]],
     stored: Callable[[Finder, Reading], Reading],
+    looking: Finder | None = None,
 ) -> Iterator[Reading]:
     """Readings of a stored form, from those of its general op.
 
@@ -138,8 +139,9 @@ def readings(
         name: The form.
         general: Proposes readings of the general op.
         stored: Turns one into a reading of the form, or refuses to.
+        looking: The search in which the general op is read, if it is another one.
     """
-    looking = other_search(find, name)
+    looking = looking or other_search(find, name)
     for reading in general(looking, anchor):
         try:
             yield stored(find, reading)

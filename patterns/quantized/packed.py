@@ -1,4 +1,4 @@
-"""Quantized dot of packed numbers: two numbers of four bits in each byte.
+"""Quantized dot of packed numbers: two of four bits in each byte, or eight in a word.
 
 Formula    as of a quantized dot, with q[2 i + c, n] or q[i + c k/2, n] the half c of
            bytes[i, n]; or the same along n
@@ -10,15 +10,24 @@ Must hold  both halves are of the same byte, and are put at places as above.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import jax.numpy as jnp
 
 from rewriter.algebra.normal_form import Algebra, Index
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
-from rewriter.find.reading import Reading, Refused, flat_indices, operand
+from rewriter.find.reading import (
+    Group,
+    Reading,
+    Refused,
+    flat_indices,
+    operand,
+    split_digits,
+)
 from rewriter.ops.packing import Packing
-from rewriter.patterns.quantized import dot
+from rewriter.patterns.quantized import codebooks, dot, words
 from rewriter.patterns.quantized.bytes import (
     Elementwise,
     Half,
@@ -26,7 +35,7 @@ from rewriter.patterns.quantized.bytes import (
     made_of_bytes,
 )
 from rewriter.patterns.quantized.dot import ANCHORS
-from rewriter.patterns.quantized.operands import readings, size_of
+from rewriter.patterns.quantized.operands import other_search, readings, size_of
 from rewriter.patterns.quantized.steps import STORED, few_bits
 from rewriter.program.graph import Node
 
@@ -42,6 +51,25 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of a product whose numbers are packed in bytes."""
     if few_bits(find):
         yield from readings(find, anchor, NAME, dot.propose, packed)
+    if few := words.numbers_of_words(find):
+        looking = _other_numbers(find, "words", few)
+        yield from readings(find, anchor, NAME, dot.propose, words.packed, looking)
+        words.note_refused(find, looking, anchor)
+    if few := codebooks.lookups(find):
+        looking = _other_numbers(find, "codebooks", few)
+        yield from readings(find, anchor, NAME, dot.propose, _looked_up, looking)
+
+
+def _other_numbers(find: Finder, name: str, few: frozenset[int]) -> Finder:
+    """A search in which other values are the numbers of a product's matrix."""
+    looking = other_search(find, f"{NAME} of {name}")
+    looking.cache["few bits"] = few
+    return looking
+
+
+def _looked_up(find: Finder, reading: Reading) -> Reading:
+    """The reading of what is looked up by packed numbers."""
+    return codebooks.packed(find, reading, (packed, words.packed))
 
 
 def packed(find: Finder, reading: Reading) -> Reading:
@@ -64,6 +92,7 @@ def packed(find: Finder, reading: Reading) -> Reading:
     node = find.graph.node_of(value)
     if node is None or node.prim not in JOINS or len(node.ins) != 2:
         raise _refused("the numbers are not two arrays behind each other", 0.1)
+    groups, args = _in_digits(find, reading, value, groups, args)
     places = _Places.of(find, alg, node, args)
     mode = reading.params.get("mode", "forward")
     k, n = groups if mode == "forward" else groups[::-1]
@@ -84,7 +113,7 @@ def packed(find: Finder, reading: Reading) -> Reading:
         raise _refused("the bytes lie in another order, or are a part of an array")
     if first.numbers not in ev.place.defined:
         raise _refused("the bytes are made where they are not at hand", 0.3)
-    half, wide = first.half, UNPACKED[kind.name]
+    half, wide = first.half, UNPACKED.get(kind.name, "uint8")
     packing = Packing(along, order, half.half, half.sign, wide)
     widen = reading.params["widen"]
     if half.added:
@@ -96,6 +125,26 @@ def packed(find: Finder, reading: Reading) -> Reading:
         params={**reading.params, "widen": widen, "packing": str(packing)},
         proof=reading,
     )
+
+
+def _in_digits(
+    find: Finder,
+    reading: Reading,
+    value: int,
+    groups: Sequence[Group],
+    args: tuple[Index, ...],
+) -> tuple[tuple[Group, ...], tuple[Index, ...]]:
+    """The matrix's indices and those of an array, split where the array reads digits.
+
+    So it is where two numbers of a byte lie beside each other in a flat array.
+    """
+    alg = reading.algebra
+    ev = find.evaluator(reading.value, names={value: value})
+    flat = tuple(i for group in groups for i in group)
+    _, new = split_digits(alg, alg.of_atom(ev.leaf(value, args)), flat)
+    to = {i: a for i, a in zip(flat, new, strict=True) if i != a}
+    parts = (tuple(x for i in g for x in flat_indices(to.get(i, i))) for g in groups)
+    return tuple(parts), tuple(alg.subst_index(a, to) for a in args)
 
 
 def _refused(text: str, score: float = 0.5) -> Refused:
@@ -272,4 +321,7 @@ def _start(a: Index) -> tuple[int, Index]:
     return 0, a
 
 
-PATTERN = ReaderPattern(NAME, ANCHORS, propose, either=frozenset(JOINS), dtypes=STORED)
+PATTERN = ReaderPattern(
+    NAME, ANCHORS, propose, either=frozenset(JOINS) | words.SHIFTS,
+    dtypes=STORED | {jnp.dtype("int32"), jnp.dtype("uint32")},
+)  # fmt: skip

@@ -1,13 +1,13 @@
-"""Attention of one token to a cache of 8 bits: as written, by the kernel, in 16 bits.
+"""Attention of one token to a cache of few bits: as written, by the kernel, in 16 bits.
 
-  python3 -m tests.bench.quantized_cache [--cases "1x32768;16x4096"] [--first]
+  python3 -m tests.bench.quantized_cache [--cases "1x32768;16x4096 int4"] [--first]
       [--turns N] [--json PATH]
 
-Cases are sequences x tokens, with 8 heads of keys, 32 of queries, all 128 wide. Scales
-are for each token and head, and multiply scores and weights. Times are device time of
-all kernels of a program. `share` is the part of the GPU's memory bandwidth that reading
-keys and values once would take. `in 16 bits` is the kernel for decoding on a cache that
-is never quantized.
+Cases are sequences x tokens, and perhaps the dtype of a cache that is not int8. There
+are 8 heads of keys, 32 of queries, all 128 wide. Scales are for each token and head,
+and multiply scores and weights. Times are device time of all kernels of a program.
+`share` is the part of the GPU's memory bandwidth that reading keys and values once
+would take. `in 16 bits` is the kernel for decoding on a cache that is never quantized.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rewriter.site.implementation import settings
 from tests.bench import record
 
 COMMAND = "python3 -m tests.bench.quantized_cache"
-CASES = "1x32768;4x32768;16x4096;64x4096"
+CASES = "1x32768;4x32768;16x4096;64x4096;4x32768 int4;64x4096 int4"
 HEADS, QUERIES, WIDTH = 8, 32, 128
 SCALE = WIDTH**-0.5
 NAMES = ("q", "k", "v", "k_scale", "v_scale", "kv_lengths")
@@ -41,13 +41,13 @@ HOW = {
 }  # fmt: skip
 
 
-def inputs(b: int, s: int, seed: int) -> list[jax.Array]:
+def inputs(b: int, s: int, seed: int, stored: str = "int8") -> list[jax.Array]:
     """Returns queries, keys, values, their scales, and lengths."""
     keys = jax.random.split(jax.random.key(seed), 3)
     shape = b, s, HEADS, WIDTH
-    draw = jax.jit(lambda key: numbers_of(jax.random.normal(key, shape), "int8"))
+    draw = jax.jit(lambda key: numbers_of(jax.random.normal(key, shape), stored))
     q = jax.random.normal(keys[0], (b, 1, QUERIES, WIDTH), jnp.bfloat16)
-    scale = jnp.full((*shape[:3], 1), 1 / levels_of("int8"), jnp.float32)
+    scale = jnp.full((*shape[:3], 1), 1 / levels_of(stored), jnp.float32)
     lengths = jnp.full((b,), s - 3, jnp.int32)
     return [q, *map(draw, keys[1:]), scale, scale, lengths]
 
@@ -78,9 +78,11 @@ def in_16_bits(q: Any, k: Any, v: Any, lengths: Any) -> Any:
     return hopper_decode.forward(**given, scale=SCALE, empty_rows="mean")
 
 
-def measured(b: int, s: int, turns: int, every: bool) -> list[dict[str, Any]]:
+def measured(
+    b: int, s: int, turns: int, every: bool, stored: str = "int8"
+) -> list[dict[str, Any]]:
     """Returns a row for each way to compute a case, the fastest first."""
-    sets = [inputs(b, s, seed) for seed in range(2)]
+    sets = [inputs(b, s, seed, stored) for seed in range(2)]
     here = device.attached()
     spec = spec_of(STORED, dict(zip(NAMES, sets[0], strict=True)), HOW)
     configs, _ = worth_measuring(hopper_stored.KERNEL.space, spec, here, 12)
@@ -97,7 +99,8 @@ def measured(b: int, s: int, turns: int, every: bool) -> list[dict[str, Any]]:
         got = run(*sets[0]).astype("float32")
         error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
         rows.append({
-            "sequences": b, "tokens": s, "by": by, "differs": float(f"{error:.2g}"),
+            "sequences": b, "tokens": s, "stored": stored, "by": by,
+            "differs": float(f"{error:.2g}"),
             "config": dict(settings(config) or ()) if config else None,
             "default": config == own,
         })  # fmt: skip
@@ -105,11 +108,20 @@ def measured(b: int, s: int, turns: int, every: bool) -> list[dict[str, Any]]:
     wide = [[x[0], *(y.astype(jnp.bfloat16) for y in x[1:3]), x[5]] for x in sets]
     program = jax.jit(in_16_bits).lower(*wide[0]).compile()
     times += timing.measure([program], wide, turns)
-    rows.append({"sequences": b, "tokens": s, "by": "in 16 bits"})
+    last = {"sequences": b, "tokens": s, "stored": "bfloat16", "by": "in 16 bits"}
+    rows.append(last)
     for row, t in zip(rows, times, strict=True):
         row["us"] = round(1e6 * t.median, 1)
         row["sigma_us"] = round(1e6 * t.sigma, 1)
-        size = 2 * b * s * HEADS * WIDTH * (2 if row["by"] == "in 16 bits" else 1)
+        size = (
+            2
+            * b
+            * s
+            * HEADS
+            * WIDTH
+            * {"bfloat16": 16, "int4": 4}.get(row["stored"], 8)
+            // 8
+        )
         if here.bandwidth:
             row["share"] = round(size / t.median / here.bandwidth, 2)
         row["method"] = t.method
@@ -126,8 +138,9 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     for case in given.cases.split(";"):
-        b, s = map(int, case.split("x"))
-        found = measured(b, s, given.turns, not given.first)
+        size, *stored = case.split()
+        b, s = map(int, size.split("x"))
+        found = measured(b, s, given.turns, not given.first, *stored)
         rows += found
         print(*map(json.dumps, found), sep="\n", flush=True)
     if given.json:

@@ -17,28 +17,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 import rewriter
 from rewriter.hardware import timing
 from rewriter.ops import device
-from tests.bench import record
+from tests.bench import quantized_rows, record
 
 COMMAND = "python3 -m tests.bench.rounded_norms"
 SIZES = "64x8192;8192x4096;8192x8192"
-MOST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+KINDS = ("int8", "float8_e4m3fn")
 
 
 def rounded(kind: str, x: Any, weight: Any) -> Any:
     """An RMS norm, its rows in 8 bits, and their scales."""
-    y = x.astype(jnp.float32)
-    y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
-    y = y.astype(x.dtype) * weight
-    scale = jnp.max(jnp.abs(y), -1, keepdims=True).astype(jnp.float32) / MOST[kind]
-    q = y.astype(jnp.float32) / scale
-    if kind == "int8":
-        q = jnp.clip(jnp.round(q), -127, 127)
-    return q.astype(kind), scale
+    return quantized_rows.quantized(kind, quantized_rows.normed("rms_norm", x, weight))
 
 
 def measured(kind: str, m: int, d: int, turns: int) -> list[dict[str, Any]]:
@@ -74,7 +66,7 @@ def main() -> None:
     rows = []
     for size in given.sizes.split(";"):
         m, d = map(int, size.split("x"))
-        for kind in MOST:
+        for kind in KINDS:
             found = measured(kind, m, d, given.turns)
             rows += found
             print(*map(json.dumps, found), sep="\n", flush=True)

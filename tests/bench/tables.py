@@ -29,7 +29,7 @@ from rewriter.site.implementation import XLA
 from rewriter.support.assumptions import ASSUMPTIONS
 from rewriter.support.sizes import size_text
 from rewriter.tools import demo
-from tests.bench import hopper_table, record, tpu_tables
+from tests.bench import few_bits_tables, hopper_table, record, tpu_tables
 from tests.bench.markdown import table
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -669,6 +669,8 @@ def quantized_cache() -> str:
         data = json.loads(record.named(f"quantized_cache_{kind}").read_text())
         notes.append(f"{data['device']}, jax {data['jax']}, {data['date']}")
         for row in data["results"]:
+            if row.get("stored") == "int4":
+                continue
             case = found.setdefault((row["sequences"], row["tokens"]), {})
             case[kind, row["by"]] = row["us"]
     ways = ("as written", "hopper", "in 16 bits")
@@ -776,6 +778,9 @@ TABLES = {
     "eight_bits": eight_bits,
     "group_norms": group_norms,
     "quantized_cache": quantized_cache,
+    "packed_dot": few_bits_tables.packed_dot,
+    "quantized_unit": few_bits_tables.quantized_unit,
+    "quantized_rows": few_bits_tables.quantized_rows,
     "latent_decode": latent_decode,
     "first_example": first_example,
     "gains": gains,

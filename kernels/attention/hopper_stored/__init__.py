@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.attention.empty_rows import AVERAGED, PASSES, ZERO
 from rewriter.kernels.attention.hopper_stored.config import (
+    LINE,
     ROWS,
     Tiles,
     configs,
@@ -194,6 +195,8 @@ def forward(
             wide = jnp.broadcast_to(own.astype(dtype), (b, s, heads, 1))[..., 0]
             if behind and axes == "pzkh" and heads % BESIDE == 0:
                 beside.append(f"{name}_scale")
+                if config.lines and not s % config.keys and not s * heads % LINE:
+                    wide = wide.reshape(b, -1, LINE)
             else:
                 wide = wide.swapaxes(1, 2).reshape(b * heads, s)
             given[f"{name}_scale"] = wide

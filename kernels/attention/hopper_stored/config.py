@@ -22,6 +22,9 @@ KEYS = 64
 ROWS = 64
 """The most queries of a key head."""
 
+LINE = 256
+"""The most numbers of a line that one copy brings."""
+
 BARRIERS = 1 << 10
 """Bytes for barriers."""
 
@@ -41,6 +44,8 @@ class Tiles:
         keys: Keys of a block, 64 or 128.
         reorders: Whether the kernel puts queries into the order of widened keys itself,
             where there is one for each head. Else a kernel of XLA does before.
+        lines: Whether scales of all heads that lie beside each other are copied as
+            lines of memory. Else each key's scales are a line of their own.
     """
 
     stages: int = 4
@@ -48,7 +53,8 @@ class Tiles:
     splits: int = 1
     parts: int = 1
     keys: int = KEYS
-    reorders: bool = False
+    reorders: bool = True
+    lines: bool = True
 
     def shared_memory(self, spec: Spec) -> int:
         """Bytes of shared memory of a use."""
@@ -73,6 +79,8 @@ def default(spec: Spec, device: Device) -> Tiles:
         64 keys at a time                    41        157         78         34
         128 keys                             39        150         76         31
         and no more than two in a cluster                          75         27
+        lines of scales                                            70         25
+        and queries put into order by the kernel                   68
 
     On the right several blocks share a sequence's keys of a head. Those of 4 sequences
     are clusters of two. Those of one are all merged by XLA.
@@ -94,7 +102,7 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
         {"keys": KEYS}, {"keys": KEYS, "turns": 4, "stages": 8},
         {"splits": 1, "parts": 1}, {"parts": 2 * own.parts}, {"splits": 2},
         {"turns": 4}, {"splits": 1, "parts": own.splits * own.parts},
-        {"reorders": not own.reorders},
+        {"reorders": not own.reorders}, {"lines": not own.lines},
     ):  # fmt: skip
         found.append(with_stages(replace(own, **change), spec))
     return list(dict.fromkeys(found))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax import numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -22,6 +23,7 @@ from rewriter.kernels.quantized_dot.few_rows.registers import emit, f32
 from rewriter.kernels.quantized_dot.few_rows.threads import (
     Thread,
     address,
+    load,
     number,
     pointer,
 )
@@ -74,9 +76,8 @@ def over_keys(x: Any, scratch: Any, verb: str) -> Any:
         mgpu.warpgroup_barrier()
         made = registers_.copy()
         flat = made.reshape(-1)
-        kind = ir.VectorType.get((2,), f32())
         for j in range(count):
-            pair = llvm.mlir_undef(kind)
+            sums = []
             for e in (0, 1):
                 total = None
                 for warp in range(4):
@@ -84,14 +85,56 @@ def over_keys(x: Any, scratch: Any, verb: str) -> Any:
                     text = f"ld.shared.f32 $0, [$1+{offset}];"
                     value = emit(text, [mine], f32(), effects=True)
                     total = value if total is None else both(total, value)
-                place = mgpu.utils.c(e, registers.i32())
-                pair = llvm.insertelement(pair, total, place)
-            flat[2 * j] = flat[2 * j + 1] = pair
+                sums.append(total)
+            flat[2 * j] = flat[2 * j + 1] = registers.pair(sums)
         return mgpu.FragmentedArray(
             _registers=flat.reshape(made.shape), _layout=x.layout, _is_signed=None
         )
 
     return run(x, scratch)
+
+
+def times_rows(x: Any, lines: Any, head: Any, heads: int, part: int) -> Any:
+    """Returns rows times a factor of each.
+
+    Args:
+        x: float32 [64, columns].
+        lines: Shared memory [lines, numbers]: the factors of all heads of a row lie
+            beside each other, and rows behind each other.
+        head: The head.
+        heads: How many there are.
+        part: The rows are those from 64 times it on.
+    """
+    size = jnp.dtype(lines.dtype).itemsize
+    dtype = jnp.dtype(lines.dtype).name
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE),
+    )
+    def run(context: Any, x: Any, first: Any) -> Any:
+        del context
+        text = f"mad.lo.u32 $0, $1, {heads * size}, $2;"
+        place = emit(text, [Thread().own_column(), address(first)])
+        made = x.registers.copy()
+        flat = made.reshape(-1)
+        for half in (0, 1):
+            word = load(place, (64 * part + 8 * half) * heads * size, size)
+            factor = (
+                emit("mov.b32 $0, $1;", [word], f32())
+                if dtype == "float32"
+                else registers.floats(dtype, word)[0]
+            )
+            for j in range(x.shape[1] // 8):
+                at = 2 * j + half
+                flat[at] = registers.pair(
+                    _float32("mul.rn.f32", number(x, at, e), factor) for e in (0, 1)
+                )
+        return mgpu.FragmentedArray(
+            _registers=flat.reshape(made.shape), _layout=x.layout, _is_signed=None
+        )
+
+    return run(x, lines.at[0, pl.ds(head, 1)])
 
 
 def store_weights(x: Any, place: Any) -> None:

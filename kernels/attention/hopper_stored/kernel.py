@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper_stored import instructions
-from rewriter.kernels.attention.hopper_stored.config import KEYS, Tiles
+from rewriter.kernels.attention.hopper_stored.config import KEYS, LINE, Tiles
 from rewriter.kernels.quantized_dot.few_rows import instructions as stored
 from rewriter.kernels.quantized_dot.few_rows import threads, totals
 from rewriter.kernels.quantized_dot.few_rows.config import CHUNK
@@ -55,6 +55,7 @@ class Problem:
         factors: ``"k"`` if scales of keys multiply scores, and ``"v"`` if those of
             values multiply weights.
         beside: The names of scales of which those of all heads lie beside each other.
+            They may be lines of `LINE` numbers.
         dtype: The result's dtype.
         config: The tiles.
         averaged: Whether a query without keys counts all of them the same.
@@ -84,6 +85,7 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
         named: ``q`` [b * heads, queries, h], in eights unless `Problem.word`. ``k`` and
             ``v`` are laid out by `Problem.axes`. ``k_scale`` and ``v_scale`` are
             [b * heads, s], if present, or [b, s, heads] if `Problem.beside` has them.
+            The same numbers may be [b, s * heads / LINE, LINE].
             ``lengths`` are int32 [b], where all queries of a sequence see as many keys.
             Elsewhere there are ``limits``, int32 [b, 3 queries + 2]: for each query the
             first and the last key that it sees, and 1 if all keys count the same. Then
@@ -110,7 +112,10 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
             (stages, 1, config.keys, wide[x]), named[x].dtype
         )
         if own in named:
-            shape = (1, config.keys) if own not in p.beside else (config.keys, p.heads)
+            shape = (1, config.keys)
+            if own in p.beside:
+                wide_of_scales = named[own].shape[2]
+                shape = config.keys * p.heads // wide_of_scales, wide_of_scales
             scratch[own] = plgpu.SMEM((stages, *shape), named[own].dtype)
         scratch[f"{x}_ready"] = pallas_gpu.barriers(stages, 1 + (own in named))
         scratch[f"{x}_free"] = pallas_gpu.barriers(stages)
@@ -133,13 +138,29 @@ def attention(p: Problem, named: dict[str, Array]) -> Array:
     if not lse:
         return made
     made, logs = (x.reshape(pairs, parts, *x.shape[1:]) for x in (made, *lse))
-    top = logs.max(1, keepdims=True)
-    weights = jnp.exp2(logs - jnp.where(top == -jnp.inf, 0.0, top))[..., None]
-    seen = jnp.where(weights > 0, made, 0.0)  # a part without keys is not finite
-    total = (seen * weights).sum(1) / weights.sum(1)
-    if p.zero:
-        total = jnp.where(weights.sum(1) == 0, 0.0, total)
-    return total.astype(p.dtype)
+    return merged(made, logs, p.zero).astype(p.dtype)
+
+
+def merged(made: Array, logs: Array, zero: bool) -> Array:
+    """Returns results [pairs, rows, e] of all keys, of those of parts of the keys.
+
+    Parts are added up one by one. XLA then needs one kernel: with reductions over 16
+    parts it had one for maxima, one for sums and one for quotients.
+
+    Args:
+        made: float32 [pairs, parts, rows, e].
+        logs: float32 [pairs, parts, rows], base-2 logarithms of sums of exponentials.
+        zero: Whether queries without keys are 0, and not NaN.
+    """
+    each = range(made.shape[1])
+    top = functools.reduce(jnp.maximum, [logs[:, i] for i in each])
+    least = jnp.where(top == -jnp.inf, 0.0, top)
+    weights = [jnp.exp2(logs[:, i] - least)[..., None] for i in each]
+    count = functools.reduce(jnp.add, weights)
+    # A part without keys is not finite.
+    seen = [jnp.where(w > 0, made[:, i], 0.0) * w for i, w in enumerate(weights)]
+    total = functools.reduce(jnp.add, seen) / count
+    return jnp.where(count == 0, 0.0, total) if zero else total
 
 
 class _Block:
@@ -244,7 +265,9 @@ class _Block:
                 if (own := f"{name}_scale") in self.given:
                     values, place = self.given[own], x[own].at[slot]
                     if own in self.p.beside:
-                        values = values.at[self.sequence, pl.ds(key, keys)]
+                        count = place.shape[0]
+                        first = key if count == keys else (self.first + i) * count
+                        values = values.at[self.sequence, pl.ds(first, count)]
                     else:
                         values = values.at[self.pair, pl.ds(key, keys)]
                         place = place.at[0]
@@ -304,9 +327,7 @@ class _Block:
         total = sum(weights, total * fade)
         plgpu.barrier_wait(x["v_ready"].at[slot])
         if "v" in p.factors:
-            weights = [
-                x * self.factor("v", slot, at, shape) for at, x in enumerate(weights)
-            ]
+            weights = [self.times("v", slot, at, x) for at, x in enumerate(weights)]
         tiles = [x["p_tiles"].at[turn * parts + at] for at in range(parts)]
         for part, tile in zip(weights, tiles, strict=True):
             instructions.store_weights(part, tile)
@@ -331,9 +352,7 @@ class _Block:
         )  # fmt: skip
         scores = [x * (p.scale * LOG2E) for x in scores]
         if "k" in p.factors:
-            scores = [
-                x * self.factor("k", slot, at, shape) for at, x in enumerate(scores)
-            ]
+            scores = [self.times("k", slot, at, x) for at, x in enumerate(scores)]
         plgpu.barrier_arrive(x["k_free"].at[slot])
         return scores
 
@@ -355,10 +374,14 @@ class _Block:
             return []
         return [self.x[own].at[slot]]
 
-    def factor(self, name: str, slot: Any, part: int, shape: Any) -> Any:
-        """The factor of each of 64 keys."""
-        own, rows = f"{name}_scale", pl.ds(KEYS * part, KEYS)
+    def times(self, name: str, slot: Any, part: int, scores: Any) -> Any:
+        """Numbers of 64 keys times the factor of each."""
+        own, rows, heads = f"{name}_scale", pl.ds(KEYS * part, KEYS), self.p.heads
+        x = self.x[own]
+        if own in self.p.beside and x.shape[2] == LINE:
+            place = x.at[slot]
+            return instructions.times_rows(scores, place, self.head, heads, part)
         place = (rows, self.head) if own in self.p.beside else (0, rows)
-        line = self.x[own].at[slot, *place]
+        line = x.at[slot, *place]
         values = pallas_gpu.loaded(line, pallas.ROWS, optimized=False)
-        return pallas.along(values.astype(jnp.float32), shape)
+        return scores * pallas.along(values.astype(jnp.float32), scores.shape)

@@ -10,6 +10,7 @@ first traced.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -45,6 +46,8 @@ from rewriter.ops.widening import all_columns
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from rewriter.ops.kernel import Spec
 
 NAME = "quantized_dot_of_few_rows"
@@ -55,6 +58,9 @@ WIDE = 128
 
 FLOATS = "float4_e2m1fn"
 """The dtype of floats of four bits."""
+
+WORD = 8
+"""The numbers of four bits in a word."""
 
 TAKEN = FEW_BITS
 """Dtypes of the matrix's numbers."""
@@ -107,13 +113,48 @@ def forward(*, residuals: bool = False, config: Tiles, **given: Any) -> Any:
         config: The tiles.
         **given: The fields of `Use`.
     """
+    use = Use(**given)
+    matrix = use.w
+    if matrix.dtype.name == FLOATS:
+        matrix = lax.bitcast_convert_type(matrix, jnp.uint4)  # as the hardware knows it
+    out = product(use, matrix, Stored(use.w.dtype.name, use.columns), config)
+    return (out, ()) if residuals else out
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a matrix is stored.
+
+    Attributes:
+        dtype: The numbers' dtype.
+        columns: How many columns it has.
+        packed: As `kernel.Use.packed`.
+        each: The numbers of an element.
+        codebook: As `kernel.Use.codebook`.
+    """
+
+    dtype: str
+    columns: int
+    packed: str = ""
+    each: int = 1
+    codebook: tuple[float, ...] = ()
+
+
+def product(use: Use, matrix: Array, stored: Stored, config: Tiles) -> Array:
+    """Returns the result of a use.
+
+    Args:
+        use: The use. Its matrix is not read.
+        matrix: The matrix, as the kernel reads it.
+        stored: How it is stored.
+        config: The tiles.
+    """
     from rewriter.kernels.quantized_dot.few_rows import kernel
     from rewriter.kernels.quantized_dot.few_rows.registers import Steps
 
-    use = Use(**given)
-    x, n = use.x, use.columns
+    x, n = use.x, stored.columns
     rows, k = math.prod(x.shape[:-1]), x.shape[-1]
-    how = in_float32(use.steps, x.dtype.name, use.w.dtype.name)
+    how = in_float32(use.steps, x.dtype.name, stored.dtype)
     assert how is not None
     arrays = {"scale": use.w_scale, "zero": use.w_zero}
     names = [name for name, _ in how.dtypes]
@@ -130,20 +171,19 @@ def forward(*, residuals: bool = False, config: Tiles, **given: Any) -> Any:
         row = use.w_scale[0].astype(scale_dtype).astype("float32")
         rows_behind.append(jnp.broadcast_to(row, (n,)))
     dtypes = tuple(dtype for _, dtype in how.dtypes)
+    first = stored.packed == "first"
+    words = first or (stored.packed == "last" and use.transposed)
     plan = kernel.Use(
-        Steps(steps, dtypes, x.dtype.name), finished, use.w.dtype.name, out_dtype,
-        config, use.transposed,
+        Steps(steps, dtypes, x.dtype.name), finished, stored.dtype, out_dtype,
+        config, use.transposed or first, alternating=words, packed=stored.packed,
+        each=stored.each, codebook=stored.codebook,
     )  # fmt: skip
-    matrix = use.w
-    if matrix.dtype.name == FLOATS:
-        matrix = lax.bitcast_convert_type(matrix, jnp.uint4)  # as the hardware knows it
-    out = kernel.rows_times_matrix(
-        NAME, x.reshape(rows, k), matrix, joined, rows_behind, plan
-    )
+    flat = x.reshape(rows, k)
+    flat = kernel.alternating(flat, WORD) if words else flat
+    out = kernel.rows_times_matrix(NAME, flat, matrix, joined, rows_behind, plan)
     if after is None:
         out = use.finished(out.astype(dtype))
-    out = out.reshape(*x.shape[:-1], n)
-    return (out, ()) if residuals else out
+    return out.reshape(*x.shape[:-1], n)
 
 
 def _after(use: Use) -> Behind | None:

@@ -5,7 +5,7 @@ Places of threads are those of `threads`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ def multiply(
         sums: For each 64 rows of tensor cores, float32 [64, rows].
         right: Shared memory [tiles, depth, columns], as `Use.stored`.
         left: For each `CHUNK` of the summed axis, shared memory [rows, CHUNK].
-        joined: Shared memory [z, columns] each.
+        joined: Shared memory [z, columns] each. A codebook comes last.
         groups: How many numbers of the summed axis share a row of each.
         use: How.
     """
@@ -114,7 +114,7 @@ def add_joined(
                 for sign, what in inside.steps:
                     value = other[what] if isinstance(what, int) else what
                     both = registers.in_float32(both, sign, value)
-                flat[i][at] = _pair(
+                flat[i][at] = registers.pair(
                     emit("add.rn.f32 $0, $1, $2;", [number(sums[i], at, e), v], f32())
                     for e, v in enumerate(both)
                 )
@@ -129,14 +129,6 @@ def add_joined(
     return run(list(sums), list(products), right, list(joined))
 
 
-def _pair(values: Iterable[Any]) -> Any:
-    """A register of a product, of two float32."""
-    pair = llvm.mlir_undef(ir.VectorType.get((2,), f32()))
-    for e, value in enumerate(values):
-        pair = llvm.insertelement(pair, value, constant(e))
-    return pair
-
-
 def _waited(sums: Sequence[Any]) -> list[Any]:
     """Sums whose products are done."""
     void = ir.Type.parse("!llvm.void")
@@ -148,6 +140,8 @@ def _waited(sums: Sequence[Any]) -> list[Any]:
 
 def _step(use: Use) -> type[_Step]:
     """The class that reads a use's matrix."""
+    if use.packed == "first":
+        return _Words
     if use.alternating:
         return _Alternating
     return _Transposed if use.transposed else _ByRows if use.by_rows else _Step
@@ -231,7 +225,7 @@ class _Step:
             for i, half, pair, column, count in self.pairs(row):
                 joined = [
                     self.values(a, row, column - column % count, count)[column % count]
-                    for a in range(len(self.joined))
+                    for a in range(len(self.use.steps.dtypes))
                 ]
                 made[i][part, half] = registers.widened(pair, self.use.steps, joined)
         return [self.fragment(x) for x in made]
@@ -329,12 +323,48 @@ class _Alternating(_Transposed):
         """Yields the pairs of numbers of 8 rows."""
         stored, dtype = self.use.stored, self.use.steps.dtype
         first = row % (128 // self.bits) // 8
+        table = address(self.joined[-1]) if self.use.codebook else None
         for i in range(self.count):
             for half in (0, 1):
                 column = 64 * i + 8 * half
                 word = self.word(column, row)
-                pair = registers.alternate(stored, dtype, word, first)
+                if table is None:
+                    pair = registers.alternate(stored, dtype, word, first)
+                else:
+                    both = first, first + 4
+                    pair = [registers.looked_up(table, word, at) for at in both]
                 yield i, half, pair, column, 1
+
+
+class _Words(_Alternating):
+    """The same for words [k / 8, n] of numbers of the first axis.
+
+    A thread has the t-th word of 4, of the columns of a transposed matrix.
+    """
+
+    def begin(self) -> None:
+        """Finds the thread's places: for both halves, and for odd and even rows."""
+        self.first = self.thread.own_column()
+        self.words: dict[tuple[int, int], Any] = {}
+        self.tile = self.use.config.depth // 8 * 128
+        self.bases = {
+            (half, odd): emit(
+                "add.u32 $0, $1, $2;",
+                [self.right, self.thread.word_of_line(self.tile, 2 * half, 4 * odd)],
+            )
+            for half in (0, 1)
+            for odd in (0, 1)
+        }
+
+    def word(self, column: int, row: int) -> Any:
+        """The thread's word of a column, of the 32 numbers that have a row."""
+        four = row // 32
+        key = column, four
+        if key not in self.words:
+            base = self.bases[column // 8 % 2, four % 2]
+            offset = column // 32 * self.tile + 512 * four
+            self.words[key] = load(base, offset)
+        return self.words[key]
 
 
 class _ByRows(_Step):

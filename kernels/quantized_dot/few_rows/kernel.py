@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 REFUSES = jax.__version_info__ >= (0, 12)
 """Whether JAX refuses slices past the end of an array: up to 0.11 they hold zeros."""
 
+LINE = 32
+"""The columns of a tile of words: 128 bytes."""
+
 PART = "part"
 """The axis along which blocks share the summed axis."""
 
@@ -58,6 +61,11 @@ class Use:
             it is added up. The arrays are then joined here, and not to the numbers.
         alternating: Whether the summed axis of the rows is ordered by `alternating`.
             A thread then reads whole words of a transposed matrix.
+        packed: ``"last"`` if the matrix's elements are integers that hold several
+            numbers of its last axis. ``"first"`` if those are words of eight numbers of
+            the first axis: numbers are then read as if the matrix were transposed.
+        each: The numbers of an element.
+        codebook: 16 floats that numbers stand for, where `alternating`; or none.
     """
 
     steps: Steps
@@ -69,11 +77,44 @@ class Use:
     by_rows: bool = False
     inside: Steps | None = None
     alternating: bool = False
+    packed: str = ""
+    each: int = 1
+    codebook: tuple[float, ...] = ()
 
     @property
     def width(self) -> int:
         """Columns of a tile of the matrix."""
+        if self.packed == "first":
+            return LINE
         return self.config.width(self.stored, self.transposed)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The elements of a tile, as they lie in memory."""
+        depth, wide = self.config.depth, self.width
+        if self.packed == "first":
+            return depth // self.each, wide
+        shape = (wide, depth) if self.transposed else (depth, wide)
+        return shape[0], shape[1] // self.each
+
+    def place(self, row: Any, column: Any) -> tuple[Any, Any]:
+        """Returns where a tile lies in the matrix.
+
+        Args:
+            row: Its first number of the summed axis.
+            column: Its first column.
+        """
+        down, wide = self.tile
+        first, second = row, column
+        if self.transposed and self.packed != "first":
+            first, second = column, row
+        each = jnp.int32(self.each)
+        if self.packed == "first":
+            first = lax.div(first, each)
+        elif self.each > 1:
+            second = lax.div(second, each)
+        starts = pl.multiple_of(first, down), pl.multiple_of(second, wide)
+        return pl.ds(starts[0], down), pl.ds(starts[1], wide)
 
 
 def alternating(rows: Array, count: int) -> Array:
@@ -104,7 +145,8 @@ def rows_times_matrix(
     Args:
         name: The name of the kernel in profiles.
         lhs: [m, k], bfloat16 or float16, m at most 64.
-        matrix: [k, n], as `Use.stored`; [n, k] if transposed.
+        matrix: [k, n], as `Use.stored`; [n, k] if transposed. The same with fewer
+            elements, if they are `Use.packed`.
         joined: Arrays [z, n] of `Use.steps`, a row for each z-th part of k.
         behind: Arrays float32 [n] of `Use.behind`.
         use: How.
@@ -112,20 +154,51 @@ def rows_times_matrix(
     Returns:
         [m, n], of `Use.dtype`.
     """
+    (m, k), config = lhs.shape, use.config
+    n = matrix.size * use.each // k
+    scratch = shared_memory(use, lhs, matrix.dtype, joined, len(joined))
+    table: list[Array] = []
+    if use.codebook:
+        table = [jnp.array(2 * use.codebook, jnp.float32)]  # a copy has 128 bytes
+        scratch["table"] = plgpu.SMEM(table[0].shape, jnp.float32)
+        scratch["table_ready"] = pallas_gpu.barriers(1)
+
+    def body(lhs: Any, matrix: Any, *references: Any, **shared: Any) -> None:
+        *arrays, out = references
+        codebook = arrays.pop() if table else None
+        given = arrays[: len(joined)], arrays[len(joined) :]
+        Block(use, lhs, matrix, *given, out, shared, codebook).run()
+
+    return pallas_gpu.kernel(
+        body, name, [jax.ShapeDtypeStruct((m, n), use.dtype)], scratch,
+        n // config.block_n, config.computing + 1, config.splits, PART,
+    )(lhs, matrix, *joined, *behind, *table)[0]  # fmt: skip
+
+
+def shared_memory(
+    use: Use, lhs: Array, dtype: Any, joined: Sequence[Array], arrays: int
+) -> dict[str, Any]:
+    """Returns the shared memory of a block of threads, by name.
+
+    Args:
+        use: How.
+        lhs: The rows.
+        dtype: That of the matrix.
+        joined: Arrays that a block has a part of as wide as itself.
+        arrays: How many copies bring these parts.
+    """
     (m, k), config, wide = lhs.shape, use.config, use.width
-    n = matrix.shape[0 if use.transposed else 1]
     rows, parts = padded(m), config.chunks
-    tile = (wide, config.depth) if use.transposed else (config.depth, wide)
-    copies = config.copies(wide, len(joined))
+    copies = config.copies(wide, arrays)
     depths = [_rows(config.depth, k // x.shape[0]) for x in joined]
-    scratch = {
+    return {
         "left": pallas_gpu.tiles_and_rows(
             (config.stages * parts, rows, CHUNK),
             (config.stages * parts, rows, CHUNK),
             lhs.dtype,
         ),
         "right": pallas_gpu.tiles(
-            (config.stages, config.block_n // wide, *tile), matrix.dtype
+            (config.stages, config.block_n // wide, *use.tile), dtype
         ),
         "joined": [
             plgpu.SMEM((config.stages, depth, config.block_n), x.dtype)
@@ -136,16 +209,6 @@ def rows_times_matrix(
         "free": pallas_gpu.barriers(config.stages, config.across),
     }
 
-    def body(lhs: Any, matrix: Any, *references: Any, **shared: Any) -> None:
-        *arrays, out = references
-        given = arrays[: len(joined)], arrays[len(joined) :]
-        _Block(use, lhs, matrix, *given, out, shared).run()
-
-    return pallas_gpu.kernel(
-        body, name, [jax.ShapeDtypeStruct((m, n), use.dtype)], scratch,
-        n // config.block_n, config.computing + 1, config.splits, PART,
-    )(lhs, matrix, *joined, *behind)[0]  # fmt: skip
-
 
 def _rows(depth: int, group: int) -> int:
     """The rows of an array of groups that a step reads."""
@@ -153,7 +216,7 @@ def _rows(depth: int, group: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """The work of one block of threads."""
 
     use: Use
@@ -163,18 +226,23 @@ class _Block:
     behind: Sequence[Any]
     out: Any
     shared: dict[str, Any]
+    codebook: Any = None
 
     def run(self) -> None:
         """Runs this warpgroup's part."""
         warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
         threads.divide(warpgroup, self.use.config.computing, self.compute, self.copy)
+        self.finish()
+        if self.use.config.splits > 1:
+            threads.meet()  # no block ends while another one reads its sums
+
+    def finish(self) -> None:
+        """Stores the block's part of the result."""
         across = pl.ds(self.column, self.use.config.block_n)
         totals.add_up(
             self.shared["partial"], self.out.at[:, across],
             [x.at[across] for x in self.behind], self.use.config, self.use.behind,
         )  # fmt: skip
-        if self.use.config.splits > 1:
-            threads.meet()  # no block ends while another one reads its sums
 
     @property
     def column(self) -> Any:
@@ -196,6 +264,7 @@ class _Block:
         return first, end
 
     def slot(self, step: Any) -> Any:
+        """Where in shared memory a step lies."""
         return lax.rem(step, jnp.int32(self.use.config.stages))
 
     # ------------------------------------------------------------------ copying
@@ -204,6 +273,9 @@ class _Block:
         config, x = self.use.config, self.shared
         _, left = x["left"]
         wide = self.use.width
+        if self.use.codebook:
+            ready = x["table_ready"].at[0]
+            plgpu.copy_gmem_to_smem(self.codebook, x["table"], ready)
         first, end = self.steps
 
         def one(i: Any, _: Any) -> None:
@@ -212,11 +284,11 @@ class _Block:
             plgpu.barrier_wait(x["free"].at[slot])
             row = pl.multiple_of((first + i) * config.depth, config.depth)
             for tile in range(config.block_n // wide):
-                across = pl.ds(pl.multiple_of(self.column + tile * wide, wide), wide)
-                down = pl.ds(row, config.depth)
-                place = (across, down) if self.use.transposed else (down, across)
+                source, column = self.source(tile)
                 plgpu.copy_gmem_to_smem(
-                    self.matrix.at[*place], x["right"].at[slot, tile], ready
+                    source.at[*self.use.place(row, column)],
+                    x["right"].at[slot, tile],
+                    ready,
                 )
             for part in range(config.chunks):
                 along = pl.ds(pl.multiple_of(row + part * CHUNK, CHUNK), CHUNK)
@@ -228,16 +300,28 @@ class _Block:
                 plgpu.copy_gmem_to_smem(
                     self.lhs.at[pl.ds(0, rows), along], place, ready
                 )
-            for values, place in zip(self.joined, x["joined"], strict=True):
-                group = self.lhs.shape[1] // values.shape[0]
-                across = pl.ds(self.column, config.block_n)
-                count = place.shape[1]
-                groups = pl.ds(lax.div(row, jnp.int32(group)), count)
-                plgpu.copy_gmem_to_smem(
-                    values.at[groups, across], place.at[slot], ready
-                )
+            self.copy_joined(row, slot, ready)
 
         lax.fori_loop(0, end - first, one, None)
+
+    def source(self, tile: int) -> tuple[Any, Any]:
+        """The matrix of a tile, and the tile's first column there."""
+        return self.matrix, self.column + tile * self.use.width
+
+    def copy_joined(self, row: Any, slot: Any, ready: Any) -> None:
+        """Copies the parts of arrays that a step reads."""
+        for values, place in zip(self.joined, self.shared["joined"], strict=True):
+            across = pl.ds(self.column, self.use.config.block_n)
+            plgpu.copy_gmem_to_smem(
+                self.groups_of(values, row, place.shape[1], across),
+                place.at[slot],
+                ready,
+            )
+
+    def groups_of(self, values: Any, row: Any, count: int, across: Any) -> Any:
+        """The part of an array that a step of some columns reads."""
+        group = self.lhs.shape[1] // values.shape[0]
+        return values.at[pl.ds(lax.div(row, jnp.int32(group)), count), across]
 
     # ---------------------------------------------------------------- computing
     def compute(self, warpgroup: Any) -> None:
@@ -252,6 +336,8 @@ class _Block:
         for slot in range(config.stages):
             mine = turn == slot % config.turns
             pallas_gpu.when(mine)(lambda s=slot: plgpu.barrier_arrive(x["free"].at[s]))
+        if self.use.codebook:
+            plgpu.barrier_wait(x["table_ready"].at[0])
         first, end = self.steps
         groups = [self.lhs.shape[1] // v.shape[0] for v in self.joined]
 
@@ -262,6 +348,7 @@ class _Block:
             plgpu.barrier_wait(x["ready"].at[slot])
             parts = [left.at[slot * config.chunks + p] for p in range(config.chunks)]
             joined = [v.at[slot, pl.ds(0, v.shape[1]), columns] for v in x["joined"]]
+            joined += [x["table"]] if self.use.codebook else []
             right = x["right"].at[slot, own]
             if self.use.inside is None:
                 sums = instructions.multiply(

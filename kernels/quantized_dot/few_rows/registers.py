@@ -10,7 +10,7 @@ counts one holds a whole number in its lowest bits: 128 in bfloat16, 1024 in flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,14 @@ def constant(value: int) -> Any:
     return mgpu.utils.c(value, i32())
 
 
+def pair(values: Iterable[Any]) -> Any:
+    """Returns two float32 as a register of a product."""
+    made = llvm.mlir_undef(ir.VectorType.get((2,), f32()))
+    for e, value in enumerate(values):
+        made = llvm.insertelement(made, value, constant(e))
+    return made
+
+
 # ------------------------------------------------------------------- numbers to floats
 def neighbours(stored: str, dtype: str, word: Any) -> Any:
     """Returns the first two numbers of a word, as two floats in a register.
@@ -126,6 +134,19 @@ def alternate(stored: str, dtype: str, word: Any, first: int) -> Any:
     if bits == 4:
         return _of_nibbles(stored, dtype, word)
     return _of_eight_bits(stored == "int8", dtype, word)
+
+
+def looked_up(table: Any, word: Any, at: int) -> Any:
+    """Returns the float32 that a word's number of four bits stands for.
+
+    Args:
+        table: The address of 16 floats in shared memory.
+        word: The word.
+        at: The place of the number.
+    """
+    shift = f"shr.u32 x, $1, {4 * at - 2};" if at else "shl.b32 x, $1, 2;"
+    text = f"{{ .reg .b32 x; {shift} and.b32 x, x, 0x3c; add.u32 x, x, $2;"
+    return emit(f"{text} ld.shared.f32 $0, [x]; }}", [word, table], f32(), True)
 
 
 def _of_eight_bits(signed: bool, dtype: str, joined: Any) -> Any:
@@ -247,10 +268,13 @@ def widened(pair: Any, steps: Steps, joined: Sequence[Any]) -> Any:
     """Returns a register of two numbers after the steps.
 
     Args:
-        pair: The numbers, exactly, in the dtype of the steps.
+        pair: The numbers, exactly, in the dtype of the steps; or two float32.
         steps: The steps.
         joined: For each array what `factors` gives for this column, or two numbers.
     """
+    two = isinstance(pair, list)
+    if two and (steps.narrow or not steps.steps):
+        pair = packed(steps.dtype, *pair)
     if not steps.steps:
         return pair
     if steps.narrow:
@@ -260,7 +284,7 @@ def widened(pair: Any, steps: Steps, joined: Sequence[Any]) -> Any:
                 other = joined[what] if isinstance(what, int) else twice(what, steps)
                 pair = emit(f"{VERBS[sign]}.rn.{kind}x2 $0, $1, $2;", [pair, other])
         return pair
-    both = list(floats(steps.dtype, pair))
+    both = pair if two else list(floats(steps.dtype, pair))
     for sign, what in steps.steps:
         both = in_float32(both, sign, joined[what] if isinstance(what, int) else what)
     return packed(steps.dtype, *both)

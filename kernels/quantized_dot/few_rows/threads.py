@@ -105,6 +105,26 @@ class Thread:
         )
         return emit(text, [column, self.row_of_lane])
 
+    def word_of_line(self, tile: int, piece: int, row: int) -> Any:
+        """The byte of its word in lines of 32 columns, of which each has a word.
+
+        Column 16 w + q of 64 lies in the line's tile w / 2. Row t has its word.
+
+        Args:
+            tile: Bytes of a tile.
+            piece: What is added to the piece of 16 bytes.
+            row: What is added to the row, which the pieces are xored by.
+        """
+        text = (
+            "{ .reg .b32 x, y, z;\n"
+            "and.b32 x, $1, 1; shl.b32 x, x, 2; shr.u32 y, $2, 2; add.u32 x, x, y;\n"
+            f"add.u32 x, x, {piece}; add.u32 y, $3, {row}; xor.b32 x, x, y;\n"
+            "shl.b32 x, x, 4; and.b32 y, $2, 3; mad.lo.u32 x, y, 4, x;\n"
+            "mad.lo.u32 x, $3, 128, x; shr.u32 z, $1, 1;\n"
+            f"mad.lo.u32 $0, z, {tile}, x; }}"
+        )
+        return emit(text, [self.warp, self.column_of_lane, self.row_of_lane])
+
 
 def divide(
     warpgroup: Any, computing: int, compute: Callable[[Any], None], copy: Any

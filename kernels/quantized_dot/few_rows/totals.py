@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jax import numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
@@ -103,20 +105,121 @@ def add_up(
         walk = Fours.of(rows, wide, config.computing + 1, config.splits)
         bases = [in_block(address(partial), r) for r in range(config.splits)]
         for four in walk.turns():
-            sums: list[Any] = []
-            for base in bases:
-                first = emit("mad.lo.u32 $0, $1, 16, $2;", [four.place, base])
-                for w in range(warpgroups):
-                    more = load_four(first, 16 * w * rows * (wide // 4))
-                    sums = more if not sums else [
-                        emit("add.rn.f32 $0, $1, $2;", pair, f32())
-                        for pair in zip(sums, more, strict=True)
-                    ]  # fmt: skip
+            sums = _of_all(bases, four.place, warpgroups, rows * wide)
             joined = [_four_of(x, four.column) for x in behind]
             sums = _joined(sums, steps, joined)
             store_four(out, dtype, stride, four, sums, m)
 
     run(partial, out, list(behind))
+
+
+def _of_all(
+    bases: Sequence[Any], place: Any, warpgroups: int, size: int, offset: int = 0
+) -> list[Any]:
+    """Four sums of all warpgroups of all blocks.
+
+    Args:
+        bases: The addresses of the blocks' sums.
+        place: The number of the four columns there.
+        warpgroups: How many have sums.
+        size: The sums of a warpgroup.
+        offset: Bytes that are added to the place.
+    """
+    sums: list[Any] = []
+    for base in bases:
+        first = emit("mad.lo.u32 $0, $1, 16, $2;", [place, base])
+        for w in range(warpgroups):
+            more = load_four(first, 4 * w * size + offset)
+            sums = more if not sums else [
+                emit("add.rn.f32 $0, $1, $2;", pair, f32())
+                for pair in zip(sums, more, strict=True)
+            ]  # fmt: skip
+    return sums
+
+
+def join_branches(
+    partial: Any,
+    out: Any,
+    behind: Sequence[Sequence[Any]],
+    config: Tiles,
+    steps: Sequence[tuple[str, Any]],
+    activation: tuple[str, float],
+) -> None:
+    """Adds up sums as `add_up` does, and stores ``act(gate) · up``.
+
+    Args:
+        partial: Shared memory float32 [warpgroups, rows, block_n], of every block. The
+            first half of the columns are the gate's.
+        out: Global memory [m, block_n / 2].
+        behind: For each branch, global memory float32 [block_n / 2] each.
+        config: The tiles.
+        steps: What is joined to the sums of a branch, see `registers.Steps`.
+        activation: Its name, of `BY_LOGISTIC` or ``"relu"`` or ``"identity"``, and
+            the number of ``"swish"``.
+    """
+    m, dtype = out.shape[0], jnp.dtype(out.dtype).name
+    warpgroups, rows, wide = partial.shape
+    half = wide // 2
+    plain = [[plgpu.RefType() for _ in own] for own in behind]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plain))
+    def run(context: Any, partial: Any, out: Any, behind: Any) -> None:
+        del context
+        stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
+        walk = Fours.of(rows, half, config.computing + 1, config.splits)
+        bases = [in_block(address(partial), r) for r in range(config.splits)]
+        for four in walk.turns():
+            text = f"mad.lo.u32 $0, $1, {wide // 4}, $2;"
+            place = emit(text, [four.row, four.column])
+            both = []
+            for branch, own in enumerate(behind):
+                offset = 4 * half * branch
+                sums = _of_all(bases, place, warpgroups, rows * wide, offset)
+                joined = [_four_of(x, four.column) for x in own]
+                both.append(_joined(sums, steps, joined))
+            made = [
+                emit(
+                    "mul.rn.f32 $0, $1, $2;", [activated(gate, *activation), up], f32()
+                )
+                for gate, up in zip(*both, strict=True)
+            ]
+            store_four(out, dtype, stride, four, made, m)
+
+    run(partial, out, [list(own) for own in behind])
+
+
+BY_LOGISTIC = {"silu": 1.0, "gelu_quick": 1.702, "swish": 1.0, "gelu_tanh": 1.0}
+"""Activations ``y · logistic(c z)``, and c; z is y, or of ``gelu_tanh`` the argument of
+the hyperbolic tangent twice."""
+
+
+def activated(y: Any, name: str, beta: float) -> Any:
+    """Returns the activation of a float32.
+
+    Args:
+        y: The number.
+        name: One of `BY_LOGISTIC`, ``"relu"`` or ``"identity"``.
+        beta: The factor inside of ``"swish"``.
+    """
+    if name == "identity":
+        return y
+    if name == "relu":
+        return emit("max.NaN.f32 $0, $1, 0f00000000;", [y], f32())
+    z, factor = y, BY_LOGISTIC[name] * (beta if name == "swish" else 1.0)
+    if name == "gelu_tanh":
+        text = (
+            "{ .reg .f32 x; mul.rn.f32 x, $1, $1; fma.rn.f32 x, x, $2, $3;"
+            " mul.rn.f32 $0, x, $1; }"
+        )
+        root = 2 * math.sqrt(2 / math.pi)
+        numbers = [mgpu.utils.c(x, f32()) for x in (0.044715 * root, root)]
+        z = emit(text, [y, *numbers], f32())
+    text = (
+        "{ .reg .f32 x; mul.rn.f32 x, $2, $3; ex2.approx.ftz.f32 x, x;"
+        " add.rn.f32 x, x, 0f3F800000; div.rn.f32 $0, $1, x; }"
+    )
+    power = mgpu.utils.c(-factor * math.log2(math.e), f32())
+    return emit(text, [y, z, power], f32())
 
 
 def _joined(

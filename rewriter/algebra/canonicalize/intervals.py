@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import GatherScatterMode
 
 from rewriter import _jax
 from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES, TRANSPARENT
@@ -114,11 +115,14 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
         return interval(graph, node.ins[node.outs.index(value)], depth)
     if prim in SAME_ELEMENTS:
         return interval(graph, node.ins[0], depth)
+    if prim == "gather":
+        filled = node.params["mode"] == GatherScatterMode.FILL_OR_DROP
+        return None if filled else interval(graph, node.ins[0], depth)
     if prim in ("reduce_sum", "cumsum"):
         lo, hi = interval(graph, node.ins[0], depth)
         count = _added(graph, node)
         return min(lo, lo * count), max(hi, hi * count)
-    if prim in ("select_n", "concatenate", "pad"):
+    if prim in ("select_n", "concatenate", "pad", "stack"):
         parts = node.ins[1:] if prim == "select_n" else node.ins
         found = [interval(graph, i, depth) for i in parts]
         return min(lo for lo, _ in found), max(hi for _, hi in found)
@@ -169,6 +173,14 @@ def _bits(a: Interval, b: Interval) -> Interval | None:
     return (0.0, min(most)) if most else None
 
 
+def _shifted(a: Interval, b: Interval) -> Interval | None:
+    """Bounds of numbers without their lowest bits, some or more."""
+    if b[0] < 0 or math.isinf(b[0]):
+        return None
+    least, most = (math.floor(x / 2.0 ** min(b[0], 64.0)) for x in a)
+    return min(least, 0), max(most, -1 if a[1] < 0 else 0)
+
+
 def _quotient(a: Interval, b: Interval) -> Interval | None:
     """Bounds of `div`, which rounds towards zero."""
     if b[0] <= 0:
@@ -200,5 +212,7 @@ RULES: dict[str, Callable[..., Interval | None]] = {
     ),
     "div": _quotient,
     "and": _bits,
+    "shift_right_arithmetic": _shifted,
+    "shift_right_logical": lambda a, b: _shifted(a, b) if a[0] >= 0 else None,
     "sign": lambda a: (-1.0 if a[0] < 0 else 0.0, 1.0 if a[1] > 0 else 0.0),
 }  # fmt: skip

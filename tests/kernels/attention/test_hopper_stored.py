@@ -98,10 +98,27 @@ def test_lowers_on_a_cpu(widen: str, t: int, stored: str) -> None:
     assert [x.shape for x in exported.out_avals] == [(2, t, 8, 128)]
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("scale", ["float32", "bfloat16", "float16"])
+def test_lines_of_scales_lower_on_a_cpu(scale: str) -> None:
+    given = make(n=16, heads=8, scale=scale)
+    how = {"widen_k": BEHIND, "widen_v": BEHIND}
+    text = {}
+    for lines in (True, False):
+        config = Tiles(4, 2, 1, 1, 128, lines=lines)
+        call = jax.jit(functools.partial(KERNEL.forward, **how, config=config))
+        text[lines] = jax.export.export(call, platforms=["cuda"])(**given).mlir_module()
+    kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[scale]
+    line = f"tensor<2x16x256x{kind}>"
+    assert line in text[True]
+    assert line not in text[False]
+
+
 # ------------------------------------------------------------------------- on a GPU
 CONFIGS = [
     None, Tiles(2, 2), Tiles(6, 2, 3), Tiles(4, 2, 2, 3), Tiles(4, 2, 1, 2, keys=128),
-    Tiles(4, 2, 1, 2, 128, True),
+    Tiles(4, 2, 1, 2, 128, True), Tiles(4, 2, 1, 2, 128, lines=True),
+    Tiles(4, 2, 2, 1, lines=True),
 ]  # fmt: skip
 LENGTHS = np.array([300, 77], "int32")
 USES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -151,6 +168,8 @@ SIMULATED = [
     *[(name, widen, Tiles(4, 2, 1, 2, keys=128)) for name in USES
       for widen in (BEHIND, ONCE)],
     ("scales of eight heads", BEHIND, Tiles(2, 2)),
+    *[(name, BEHIND, Tiles(4, 2, 2, 1, 64 * keys, lines=True)) for keys in (1, 2)
+      for name in ("scales of eight heads", "scales of 16 bits", "lengths")],
     *[(name, BEHIND, Tiles(4, 2, 1, 2, 128, True)) for name in
       ("lengths", "int4", "heads of 64", "scales of eight heads", "causal")],
 ]  # fmt: skip

@@ -55,6 +55,7 @@ from rewriter.kernels.norms import hopper_team as norms_team
 from rewriter.kernels.norms import hopper_tiles as norms_tiles
 from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
 from rewriter.kernels.quantized_dot.few_rows import kernel as few_rows
+from rewriter.kernels.quantized_dot.few_rows import units as few_rows_units
 from rewriter.kernels.quantized_rows import hopper_kernel as quantized_rows
 from rewriter.kernels.ragged.dot.hopper import (
     by_groups,
@@ -71,6 +72,7 @@ from rewriter.kernels.shared import (
     warpgroups,
     work_stealing,
 )
+from rewriter.ops.activations import ACTIVATIONS
 from tests.support.kernels.simulated_gpu import (
     copies,
     launch,
@@ -215,8 +217,12 @@ def _multiply_stored(
     joined: Sequence[machine.Reference], groups: Sequence[int], use: Any,
 ) -> list[np.ndarray]:  # fmt: skip
     """Sums of 64 columns each, of the transposed product."""
-    tiles = right.view()
-    tiles = tiles.transpose(0, 2, 1) if use.transposed else tiles
+    tiles = _numbers(right.view(), use)
+    turned = use.transposed and use.packed != "first"
+    if use.codebook:
+        *joined, table = joined
+        tiles = table.view()[tiles]
+    tiles = tiles.transpose(0, 2, 1) if turned else tiles
     numbers = np.concatenate(list(tiles), 1).astype(np.float32)
     places = [
         np.minimum(np.arange(len(numbers)) // group, x.shape[0] - 1)
@@ -238,6 +244,22 @@ def _multiply_stored(
     return [
         x + y for x, y in zip(sums, product.reshape(len(sums), 64, -1), strict=True)
     ]
+
+
+def _numbers(tiles: np.ndarray, use: Any) -> np.ndarray:
+    """The numbers of tiles [tiles, rows, columns], whose elements may hold several."""
+    if use.each == 1:
+        return tiles
+    axis = 1 if use.packed == "first" else 2
+    bits = tiles.dtype.itemsize * 8 // use.each
+    words = tiles.view(f"uint{8 * tiles.dtype.itemsize}")
+    parts = [(words >> (bits * i)) & (2**bits - 1) for i in range(use.each)]
+    numbers = np.stack(parts, axis + 1).astype(np.int32)
+    if use.stored == "int4":
+        numbers = (numbers ^ 8) - 8
+    shape = list(tiles.shape)
+    shape[axis] *= use.each
+    return numbers.reshape(shape)
 
 
 def _add_joined(
@@ -280,13 +302,34 @@ def simulated_few_rows() -> Iterator[None]:
             done = _after_steps(before.pop(machine.HERE.program), steps, values)
             out[...] = done[: out.shape[0]].astype(out.dtype)
 
+    def join_branches(
+        partial: machine.Reference, out: machine.Reference,
+        behind: Sequence[Sequence[machine.Reference]], config: Any, steps: Any,
+        activation: tuple[str, float],
+    ) -> None:  # fmt: skip
+        if machine.HERE.warpgroup:
+            return
+        total = before.get(machine.HERE.program, 0) + partial.view().sum(0)
+        before[machine.HERE.program] = total
+        if machine.HERE.part == config.splits - 1:
+            half = total.shape[1] // 2
+            sums = total[:, :half], total[:, half:]
+            gate, up = (
+                _after_steps(x, steps, [b.view()[None] for b in own])
+                for x, own in zip(sums, behind, strict=True)
+            )
+            del before[machine.HERE.program]
+            name, beta = activation
+            done = np.asarray(ACTIVATIONS[name](gate, beta)) * up
+            out[...] = done[: out.shape[0]].astype(out.dtype)
+
     def store_sums(
         sums: list[np.ndarray], partial: machine.Reference, use: Any
     ) -> None:
         del use
         partial[...] = np.concatenate(sums).T
 
-    with _replaced((few_rows,), pallas_gpu) as patch:
+    with _replaced((few_rows, few_rows_units), pallas_gpu) as patch:
         zeros = lambda shape: np.zeros(shape, np.float32)
         patch.setattr(pallas_gpu, "zeros", zeros)
         every = lambda: machine.HERE.block.meet(range(len(machine.HERE.block.turns)))
@@ -295,6 +338,7 @@ def simulated_few_rows() -> Iterator[None]:
         patch.setattr(instructions, "add_joined", _add_joined)
         patch.setattr(totals, "store_sums", store_sums)
         patch.setattr(totals, "add_up", add_up)
+        patch.setattr(totals, "join_branches", join_branches)
         yield
 
 
@@ -331,6 +375,12 @@ def simulated_stored_attention() -> Iterator[None]:
         del scratch
         return np.broadcast_to({"max": np.max, "add": np.sum}[verb](x, 0), x.shape)
 
+    def times_rows(
+        x: np.ndarray, lines: machine.Reference, head: int, heads: int, part: int
+    ) -> np.ndarray:
+        every = lines.view().reshape(-1, heads)[64 * part :][:64, head]
+        return x * every.astype(np.float32)[:, None]
+
     def store_sums(
         sums: list[np.ndarray], partial: machine.Reference, use: Any
     ) -> None:
@@ -356,6 +406,7 @@ def simulated_stored_attention() -> Iterator[None]:
         patch.setattr(totals, "store_sums", store_sums)
         own = stored_instructions
         patch.setattr(own, "over_keys", over_keys)
+        patch.setattr(own, "times_rows", times_rows)
         stored = lambda x, place: place.__setitem__(..., x.T.astype(place.dtype))
         patch.setattr(own, "store_weights", stored)
         patch.setattr(
