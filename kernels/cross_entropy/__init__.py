@@ -15,6 +15,8 @@ OP = Op(
     operands=(
         Operand("logits", "... v", True, "The rows, over the classes v."),
         Operand("labels", "...", True, "The class of each row, int."),
+        Operand("other", "...", doc="Another class of each row, int."),
+        Operand("share", "...", doc="The part of the target that `other` has."),
         Operand("first", "1", doc="Of a `reduced` result: the first class, int32."),
     ),
     out="...",

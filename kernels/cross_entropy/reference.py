@@ -18,6 +18,8 @@ def reference(
     *,
     logits: jax.Array,
     labels: jax.Array,
+    other: jax.Array | None = None,
+    share: jax.Array | None = None,
     first: jax.Array | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -33,7 +35,9 @@ def reference(
     """Returns the cross-entropy of each row with its label.
 
     With l the log-sum-exp of a row and s the smoothing, it is
-    ``(1 - s) · (l - logits[label]) + s · (l - mean logits) + z_loss · l²``.
+    ``(1 - s) · (l - logits[label]) + s · (l - mean logits) + z_loss · l²``. With an
+    `other` label, the loss of a row's labels is the sum of both, times ``1 - share``
+    and ``share``.
 
     Args:
         label_smoothing: The share of the target that all classes have alike.
@@ -74,6 +78,11 @@ def reference(
         top = jnp.where(top == float(kept), 0, top)
     how = outside, of_log_probabilities, whole_slopes
     own, lse = _of_labels(y, top, labels, *how)
+    if other is not None:
+        assert share is not None
+        another, _ = _of_labels(y, top, other, *how)
+        part = share.astype(own.dtype)
+        own = (1 - part) * own + part * another
     out = own
     if label_smoothing:
         alike = lse - y.mean(-1)
@@ -152,12 +161,26 @@ def sample(
     """Returns logits of a common size, and labels that are classes."""
     del params
     one, other = jax.random.split(key)
-    logits, labels = operands["logits"], operands["labels"]
-    first = {n: jnp.zeros(1, jnp.int32) for n in operands if n == "first"}
+    logits, v = operands["logits"], operands["logits"].shape[-1]
     drawn = 3 * jax.random.normal(one, logits.shape)
-    classes = jax.random.randint(other, labels.shape, 0, logits.shape[-1])
-    return {
-        "logits": drawn.astype(logits.dtype),
-        "labels": classes.astype(labels.dtype),
-        **first,
+    return {"logits": drawn.astype(logits.dtype)} | {
+        n: sampled_of_rows(n, jax.random.fold_in(other, i), x, v)
+        for i, (n, x) in enumerate(operands.items())
+        if n != "logits"
     }
+
+
+def sampled_of_rows(name: str, key: jax.Array, operand: Any, v: int) -> jax.Array:
+    """Returns labels that are classes, shares of 1, or the number of the first class.
+
+    Args:
+        name: The operand's name.
+        key: For random numbers.
+        operand: Its shape and dtype.
+        v: The number of classes.
+    """
+    if name == "first":
+        return jnp.zeros(operand.shape, operand.dtype)
+    if name == "share":
+        return jax.random.uniform(key, operand.shape).astype(operand.dtype)
+    return jax.random.randint(key, operand.shape, 0, v).astype(operand.dtype)

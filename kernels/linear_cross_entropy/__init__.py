@@ -17,6 +17,8 @@ OP = Op(
         Operand("w", "k v", True, "The weights, with a column for each class."),
         Operand("labels", "...", True, "The class of each row, int."),
         Operand("bias", "v", doc="Added to the logits; 0 if absent."),
+        Operand("other", "...", doc="Another class of each row, int."),
+        Operand("share", "...", doc="The part of the target that `other` has."),
         Operand("first", "1", doc="Of a `reduced` result: the first class, int32."),
     ),
     out="...",

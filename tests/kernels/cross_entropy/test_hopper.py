@@ -199,15 +199,16 @@ def check_loss(how: dict[str, Any], given: Any, config: Chunk, limit: float) -> 
     """Losses and gradients, together and one after the other, against float64."""
     kernel = registry().kernel("linear_cross_entropy", "hopper")
     op, up = kernel_op(), jnp.linspace(0.1, 1, given["labels"].size)
+    rest = {n: a for n, a in given.items() if n not in ("x", "w")}
     made = jax.jit(
         lambda x, w: kernel.together(
-            x=x, w=w, labels=given["labels"], cotangent=up, config=config, **how
+            x=x, w=w, cotangent=up, config=config, **rest, **how
         )
     )(given["x"], given["w"])
     alone = kernel.forward(**given, config=config, **how)
     with jax.enable_x64(True):
         wide = {n: jnp.asarray(given[n], jnp.float64) for n in ("x", "w")}
-        of = lambda x, w: op.reference(x=x, w=w, labels=given["labels"], **how)
+        of = lambda x, w: op.reference(x=x, w=w, **rest, **how)
         want, back = jax.vjp(of, *wide.values())
         wanted = [np.asarray(g) for g in back(jnp.asarray(up, jnp.float64))]
         want = np.asarray(want)
@@ -231,6 +232,23 @@ def test_losses_simulated(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = drawn(8, 4, 1037, "float32")
     config = Chunk(4 * 1152 * 4, 4, True, 128, True)
     check_loss(LOSSES[loss], given, config, 2e-5)
+
+
+@pytest.mark.parametrize("loss", ["plain", "all terms", "zero outside"])
+def test_two_labels_simulated(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows have one class twice, and some a label that is no class."""
+    on_the_simulator(monkeypatch)
+    given = with_another_label(drawn(8, 4, 1037, "float32"))
+    outside = {"outside": "zero", **LOSSES[loss]}
+    config = Chunk(4 * 1152 * 4, 4, True, 128, True)
+    check_loss(outside, given, config, 2e-5)
+
+
+def with_another_label(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    labels = given["labels"]
+    other = jnp.roll(labels, 1).at[3:5].set(labels[3:5])
+    share = jnp.linspace(0, 1, labels.size, dtype=jnp.float32)
+    return given | {"other": other, "share": share}
 
 
 @pytest.mark.parametrize("beside", [0, 2])
@@ -282,6 +300,7 @@ def test_losses(loss: str, dtype: str) -> None:
     limit = 2e-2 if dtype == "bfloat16" else 2e-3
     with jax.default_matmul_precision("highest"):
         check_loss(LOSSES[loss], given, config, limit)
+        check_loss(LOSSES[loss], with_another_label(given), config, limit)
 
 
 @pytest.mark.gpu
