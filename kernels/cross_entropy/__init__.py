@@ -26,6 +26,7 @@ OP = Op(
     defaults={
         "label_smoothing": 0.0, "z_loss": 0.0, "outside": "nan",
         "of_log_probabilities": False, "whole_slopes": False,
+        "mixed": False,
         "used": 0, "fill": -math.inf, "reduced": False, "nan_at": "both",
         "out_dtype": None,
     },
@@ -33,7 +34,7 @@ OP = Op(
     cost=cost,
     sharding=sharding,
     words=dict.fromkeys(
-        ("outside", "of_log_probabilities", "whole_slopes", "nan_at"), unsaid
+        ("outside", "of_log_probabilities", "whole_slopes", "mixed", "nan_at"), unsaid
     ),
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ def reference(
     outside: str = "nan",
     of_log_probabilities: bool = False,
     whole_slopes: bool = False,
+    mixed: bool = False,
     used: int = 0,
     fill: float = -math.inf,
     reduced: bool = False,
@@ -50,6 +51,8 @@ def reference(
         whole_slopes: Whether gradients are those of ``l - logits[label]`` also for a
             label that is no class, as some libraries have them by a rule of their own.
             It needs `of_log_probabilities`, and labels that pick zero.
+        mixed: Whether the one-hot rows of two labels are mixed first, and then picked
+            by. It needs labels that pick zero.
         used: Only so many of the first classes have logits; 0 for all. It is not for
             losses with `label_smoothing`.
         fill: The logit of the other classes, far below all logits.
@@ -80,9 +83,14 @@ def reference(
     own, lse = _of_labels(y, top, labels, *how)
     if other is not None:
         assert share is not None
-        another, _ = _of_labels(y, top, other, *how)
         part = share.astype(own.dtype)
-        own = (1 - part) * own + part * another
+        if mixed:
+            logs = y - lse[..., None] if of_log_probabilities else y
+            picked = _picked_by_both(logs, labels, other, part)
+            own = -picked if of_log_probabilities else lse - picked
+        else:
+            another, _ = _of_labels(y, top, other, *how)
+            own = (1 - part) * own + part * another
     out = own
     if label_smoothing:
         alike = lse - y.mean(-1)
@@ -110,6 +118,17 @@ def _of_labels(
     if whole_slopes:
         return _by_rule(y, lse, labels), lse
     return -chosen if of_log_probabilities else lse - chosen, lse
+
+
+def _picked_by_both(
+    y: jax.Array, labels: jax.Array, other: jax.Array, share: jax.Array
+) -> jax.Array:
+    """Returns what two labels pick of y, mixed by the share of the other."""
+    classes = jnp.arange(y.shape[-1], dtype=jnp.int32)
+    first, second = (a[..., None] == classes for a in (labels, other))
+    q = share[..., None]
+    target = (1 - q) * first.astype(y.dtype) + q * second.astype(y.dtype)
+    return jnp.where(first | second, target * y, 0).sum(-1)
 
 
 def _reduced(

@@ -372,7 +372,16 @@ def _above(find: Finder, value: int) -> _Above:
         new = [i for i in ins if i not in seen and i not in g.constants]
         seen.update(new)
         queue += new
+    numbers -= {n for n in numbers if _rest_of_one(find, n) in seen}
     return _Above(*map(frozenset, (picks, sums, labels, numbers)))
+
+
+def _rest_of_one(find: Finder, number: int) -> int | None:
+    """The number q of one that is ``1 - q``, as the shares of two labels are."""
+    node = find.graph.node_of(number)
+    if node is None or node.prim != "sub" or find.number(node.ins[0]) != 1:
+        return None
+    return node.ins[1]
 
 
 def _is_computed(find: Finder, value: int) -> bool:
