@@ -120,9 +120,7 @@ def _first(labels: Sequence[Any], groups: Sequence[_Picked]) -> Any:
     raise Refused("labels", "entries are picked by a mask", score=0.4)
 
 
-def _shared(
-    alg: Algebra, group: _Picked, first: Any, second: Any
-) -> tuple[Poly, Poly]:
+def _shared(alg: Algebra, group: _Picked, first: Any, second: Any) -> tuple[Poly, Poly]:
     """What both labels pick together, and the second's share of it.
 
     Raises:
