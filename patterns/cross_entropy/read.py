@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -165,15 +166,18 @@ def _losses(find: Finder, anchor: Node) -> list[int]:
                 continue
             for out in node.outs:
                 shape = _long_axes(find, out)
-                if out in seen or len(shape) < len(rows):
+                if out in seen or not _may_have_rows(shape, rows):
                     continue
                 seen.add(out)
                 queue.append(out)
                 if node.prim in CUTS:
                     cuts.add(out)
-                if len(shape) == len(rows) and all(map(_is_part, shape, rows)):
+                if _is_flat(shape, rows) or (
+                    len(shape) == len(rows) and all(map(_is_part, shape, rows))
+                ):
                     found.append(out)
-    whole = {v for v in found if _long_axes(find, v) == rows}
+    alike = lambda shape: shape == rows or _is_flat(shape, rows)
+    whole = {v for v in found if alike(_long_axes(find, v))}
     if len(cuts) > 1:  # all rows stay computed for the others
         found = list(whole)
     return sorted(found, key=lambda v: (v in whole, v), reverse=True)
@@ -182,6 +186,20 @@ def _losses(find: Finder, anchor: Node) -> list[int]:
 def _long_axes(find: Finder, value: int) -> list[Any]:
     """The axes of a value that are not of size 1."""
     return [n for n in find.graph.shape(value) if n != 1]
+
+
+def _may_have_rows(shape: list[Any], rows: list[Any]) -> bool:
+    """Whether an array may have a number for each row, or for some of them."""
+    if len(shape) >= len(rows):
+        return True
+    known = all(isinstance(n, int) for n in (*shape, *rows))
+    return known and bool(shape) and math.prod(shape) >= math.prod(rows)
+
+
+def _is_flat(shape: list[Any], rows: list[Any]) -> bool:
+    """Whether an array has the rows along fewer axes."""
+    known = all(isinstance(n, int) for n in (*shape, *rows))
+    return known and len(shape) < len(rows) and math.prod(shape) == math.prod(rows)
 
 
 def _is_part(size: Any, whole: Any) -> bool:

@@ -124,7 +124,7 @@ def smoothed(x, w, q):
 
 @program
 def log_probabilities(x, w, q):
-    logs = jax.nn.log_softmax(x @ w).reshape(-1, V)
+    logs = jax.nn.log_softmax((x @ w).reshape(-1, V))
     place = jnp.arange(LABELS.size)
     first, second = (logs[place, jnp.asarray(a).ravel()] for a in (LABELS, OTHER))
     return -(q * first + (1 - q) * second).mean()
