@@ -51,8 +51,8 @@ def reference(
         whole_slopes: Whether gradients are those of ``l - logits[label]`` also for a
             label that is no class, as some libraries have them by a rule of their own.
             It needs `of_log_probabilities`, and labels that pick zero.
-        mixed: Whether the one-hot rows of two labels are mixed first, and then picked
-            by. It needs labels that pick zero.
+        mixed: Whether both labels pick of the same log-probabilities, and one-hot rows
+            are mixed before. Gradients are added in another order then.
         used: Only so many of the first classes have logits; 0 for all. It is not for
             losses with `label_smoothing`.
         fill: The logit of the other classes, far below all logits.
@@ -86,7 +86,7 @@ def reference(
         part = share.astype(own.dtype)
         if mixed:
             logs = y - lse[..., None] if of_log_probabilities else y
-            picked = _picked_by_both(logs, labels, other, part)
+            picked = _picked_by_both(logs, labels, other, part, outside)
             own = -picked if of_log_probabilities else lse - picked
         else:
             another, _ = _of_labels(y, top, other, *how)
@@ -121,9 +121,12 @@ def _of_labels(
 
 
 def _picked_by_both(
-    y: jax.Array, labels: jax.Array, other: jax.Array, share: jax.Array
+    y: jax.Array, labels: jax.Array, other: jax.Array, share: jax.Array, outside: str
 ) -> jax.Array:
     """Returns what two labels pick of y, mixed by the share of the other."""
+    if outside != "zero":
+        first, second = (pick(y, a, outside) for a in (labels, other))
+        return (1 - share) * first + share * second
     classes = jnp.arange(y.shape[-1], dtype=jnp.int32)
     first, second = (a[..., None] == classes for a in (labels, other))
     q = share[..., None]

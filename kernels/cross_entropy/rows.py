@@ -89,7 +89,7 @@ class Loss:
             is no class then picks no l either.
         whole_slopes: Whether gradients are those of l - p also for a label that is no
             class, whatever its loss is.
-        mixed: Whether the program mixes two one-hot rows first, which gives the same.
+        mixed: Whether the program lets both labels pick at once, which gives the same.
         used: Only so many of the first classes have logits, the others have `fill`; 0
             for all.
         fill: What a label picks that is one of the others.

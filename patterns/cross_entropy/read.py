@@ -250,6 +250,8 @@ def _read(
     rules: tuple[dict[str, Any], ...] = ()
     if params.get("of_log_probabilities") and params["outside"] == "zero":
         rules = ({"whole_slopes": True},)
+    if "other" in operands and not params.get("mixed"):
+        rules += ({"mixed": True},)
     return Reading(
         op,
         find.algebra,
