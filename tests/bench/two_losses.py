@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +20,7 @@ import optax
 
 import rewriter
 from tests.bench import record
+from tests.bench.vocabulary_loss import measured
 
 ROWS, K, V = 1024, 128, 32768
 PAIRS, WIDTH = 8192, 512
@@ -73,27 +72,6 @@ def forms(fn: Program) -> dict[str, Any]:
     }
 
 
-def measured(fn: Program, args: tuple[jax.Array, ...], pairs: int) -> dict[str, Any]:
-    """Medians of processor time and wall clock, and temporary memory."""
-    compiled = {n: f.lower(*args).compile() for n, f in forms(fn).items()}
-    times: dict[str, list[tuple[float, float]]] = {n: [] for n in compiled}
-    for _ in range(pairs + 1):
-        for name, run in compiled.items():
-            before = time.process_time(), time.perf_counter()
-            jax.block_until_ready(run(*args))
-            after = time.process_time(), time.perf_counter()
-            times[name].append((after[0] - before[0], after[1] - before[1]))
-    found = {}
-    for name, run in compiled.items():
-        processor, wall = zip(*times[name][1:], strict=True)
-        found[name] = {
-            "processor_ms": 1e3 * statistics.median(processor),
-            "wall_ms": 1e3 * statistics.median(wall),
-            "temporary_bytes": run.memory_analysis().temp_size_in_bytes,
-        }
-    return found
-
-
 def main() -> None:
     """Measures all losses."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -102,7 +80,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     for name, (fn, args) in programs().items():
-        found = measured(fn, args, given.pairs)
+        found = measured(forms(fn), args, given.pairs)
         rows.append({"loss": name, **found})
         for form, one in found.items():
             print(
