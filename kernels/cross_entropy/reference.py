@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,13 +67,14 @@ def reference(
         out_dtype: The result's dtype; that in which it is computed by default.
 
     Returns:
-        [...], or [..., 3 or 4] if `reduced`. It is computed in float32, or float64 if
+        [...], or [..., 3 to 5] if `reduced`. It is computed in float32, or float64 if
         logits are.
     """
     y = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if reduced:
         start = jnp.zeros(1, jnp.int32) if first is None else first
-        return _reduced(y, labels, start, used, label_smoothing > 0)
+        both = (labels,) if other is None else (labels, other)
+        return _reduced(y, both, start, used, label_smoothing > 0)
     if used:
         y = jnp.where(jnp.arange(y.shape[-1], dtype=jnp.int32) < used, y, fill)
     top = lax.stop_gradient(y.max(-1, keepdims=True))
@@ -135,7 +136,11 @@ def _picked_by_both(
 
 
 def _reduced(
-    y: jax.Array, labels: jax.Array, first: jax.Array, used: int, summed: bool
+    y: jax.Array,
+    labels: Sequence[jax.Array],
+    first: jax.Array,
+    used: int,
+    summed: bool,
 ) -> jax.Array:
     """What is reduced over some of the classes of logits y, see `reference`."""
     classes = jnp.arange(y.shape[-1], dtype=jnp.int32) + first
@@ -144,8 +149,9 @@ def _reduced(
     top = lax.stop_gradient(y.max(-1))
     top = jnp.where(jnp.isfinite(top), top, 0)
     less = y - top[..., None]
-    hit = (labels[..., None] == classes) & inside
-    each = [top, jnp.exp(less).sum(-1), jnp.where(hit, y, 0).sum(-1)]
+    hits = [(one[..., None] == classes) & inside for one in labels]
+    picked = [jnp.where(hit, y, 0).sum(-1) for hit in hits]
+    each = [top, jnp.exp(less).sum(-1), *picked]
     return jnp.stack([*each, less.sum(-1)] if summed else each, -1)
 
 

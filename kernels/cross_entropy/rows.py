@@ -166,7 +166,8 @@ class Loss:
     ) -> jax.Array:
         """Returns the losses, from what is reduced over the classes.
 
-        If `reduced`, these numbers themselves: [..., 3], or 4 with smoothing.
+        If `reduced`, these numbers themselves: [..., 3], with one more for a second
+        label, and one for smoothing.
 
         Args:
             row: The sum of exponentials.
@@ -175,10 +176,11 @@ class Loss:
             labels: As `self.labels` gives them.
         """
         if self.reduced:
-            each = (*row, picked, below) if self.label_smoothing else (*row, picked)
-            return jnp.stack(each, -1)
+            picks = (picked,) if self.share is None else tuple(picked)
+            last = (below,) if self.label_smoothing else ()
+            return jnp.stack((*row, *picks, *last), -1)
         lse = row.lse
-        own = self._joined(self._own(row, picked, labels))
+        own = self.joined(self._own(row, picked, labels))
         out = own
         if self.label_smoothing:
             alike = row.log - below / self.classes
@@ -195,10 +197,12 @@ class Loss:
         out = {"out": self.value(row, picked, below, labels)}
         if self.share is None:
             return out
+        if self.reduced:
+            return out | {"apart": jnp.zeros_like(row.top)}
         first, second = self._own(row, picked, labels)
         return out | {"apart": (1 - self.label_smoothing) * (second - first)}
 
-    def _joined(self, each: jax.Array) -> jax.Array:
+    def joined(self, each: jax.Array) -> jax.Array:
         """What each label has, joined by their shares."""
         if self.share is None:
             return each
@@ -226,9 +230,11 @@ class Loss:
     def slopes(self, row: Sum, labels: jax.Array, cotangent: jax.Array) -> Slopes:
         """Returns the cotangents of what is reduced, from those of `value`."""
         if self.reduced:
-            _, share, picked, *below = jnp.unstack(cotangent, axis=-1)
-            each = below[0] if below else jnp.zeros_like(picked)
-            return Slopes(share, picked + each, each)
+            _, share, *picked = jnp.unstack(cotangent, axis=-1)
+            each = picked.pop() if self.label_smoothing else jnp.zeros_like(share)
+            if self.share is not None:
+                return Slopes(share, jnp.stack(picked), each)
+            return Slopes(share, picked[0] + each, each)
         alike, by_lse = self.of_lse(labels, cotangent)
         of_lse = alike + by_lse * row.lse if self.z_loss else alike
         each = self.of_each(cotangent)
@@ -245,7 +251,7 @@ class Loss:
         """Returns numbers a and b: ``a + b l`` is the cotangent of a log-sum-exp l."""
         own = jnp.ones_like(cotangent)
         if self.of_log_probabilities and not self.whole_slopes:
-            own = self._joined(jnp.where(self._inside(labels), own, 0))
+            own = self.joined(jnp.where(self._inside(labels), own, 0))
         alike = (1 - self.label_smoothing) * own + self.label_smoothing
         return cotangent * alike, cotangent * (2 * self.z_loss)
 

@@ -50,8 +50,6 @@ def labels_of(spec: Spec, rows: str) -> Verdict:
     """Whether there is an integer for each row of an operand, or two and a share."""
     if spec.has("other") != spec.has("share"):
         return no("share", "another label has a share of the target")
-    if spec.has("other") and spec.param("reduced", False):
-        return no("reduced", "classes are split over devices, and rows have two labels")
     for name in ("labels", "other", "share"):
         if not spec.has(name):
             continue
@@ -157,6 +155,8 @@ def cotangents_of_shares(
     """
     if share is None:
         return {}
+    if cotangent.ndim > share.ndim:  # of what is reduced over some classes
+        return {"share": jnp.zeros_like(share)}
     return {"share": (cotangent * apart[0]).astype(share.dtype)}
 
 

@@ -57,7 +57,7 @@ def reference(
         **loss: As of the reference of ``cross_entropy``.
 
     Returns:
-        [...], or [..., 3 or 4] if ``reduced``. It is computed in float32, or float64 if
+        [...], or [..., 3 to 5] if ``reduced``. It is computed in float32, or float64 if
         x or w are.
     """
     del logits_dtype

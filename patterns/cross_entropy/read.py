@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,9 @@ ANCHORS = frozenset({"log"})
 MOVES = frozenset({
     "reshape", "broadcast_in_dim", "concatenate", "squeeze", "transpose", "expand_dims",
 })  # fmt: skip
+JOINS = frozenset({"concatenate"})
+"""What joins positions and labels to one index, and also rolls labels."""
+
 OF_BOTH = frozenset({"labels", "terms", "total", "masked", "budget", "rows"})
 """Reasons that have nothing to do with the product: they are told once."""
 
@@ -382,8 +385,8 @@ def _above(find: Finder, value: int) -> _Above:
             labels |= _index_values(find, node.ins[1])
             ins = node.ins[:1]
         elif node.prim == "eq" and jnp.issubdtype(g.dtype(node.ins[0]), jnp.integer):
-            labels |= _index_values(find, node.ins[0])
-            labels |= _index_values(find, node.ins[1])
+            for i in node.ins:
+                labels |= _index_values(find, i, MOVES - JOINS)
             continue
         elif _weighs(find, node):
             sums.update(node.outs)
@@ -425,14 +428,14 @@ def _weighs(find: Finder, node: Node) -> bool:
     return [len(left) + len(batch), len(right) + len(other)] == shapes
 
 
-def _index_values(find: Finder, value: int) -> set[int]:
+def _index_values(find: Finder, value: int, moves: Set[str] = MOVES) -> set[int]:
     """Integers that indices are made of, below layout: not positions."""
     g, found = find.graph, set()
     queue = [value]
     while queue:
         value = queue.pop()
         node = g.node_of(value)
-        if node is not None and node.prim in MOVES:
+        if node is not None and node.prim in moves:
             queue += node.ins
         elif not _is_position(find, value):
             found.add(value)
