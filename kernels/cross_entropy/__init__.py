@@ -15,6 +15,8 @@ OP = Op(
     operands=(
         Operand("logits", "... v", True, "The rows, over the classes v."),
         Operand("labels", "...", True, "The class of each row, int."),
+        Operand("other", "...", doc="Another class of each row, int."),
+        Operand("share", "...", doc="The part of the target that `other` has."),
         Operand("first", "1", doc="Of a `reduced` result: the first class, int32."),
     ),
     out="...",
@@ -24,6 +26,7 @@ OP = Op(
     defaults={
         "label_smoothing": 0.0, "z_loss": 0.0, "outside": "nan",
         "of_log_probabilities": False, "whole_slopes": False,
+        "mixed": False,
         "used": 0, "fill": -math.inf, "reduced": False, "nan_at": "both",
         "out_dtype": None,
     },
@@ -31,7 +34,7 @@ OP = Op(
     cost=cost,
     sharding=sharding,
     words=dict.fromkeys(
-        ("outside", "of_log_probabilities", "whole_slopes", "nan_at"), unsaid
+        ("outside", "of_log_probabilities", "whole_slopes", "mixed", "nan_at"), unsaid
     ),
 )  # fmt: skip
 

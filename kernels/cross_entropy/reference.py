@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,15 @@ def reference(
     *,
     logits: jax.Array,
     labels: jax.Array,
+    other: jax.Array | None = None,
+    share: jax.Array | None = None,
     first: jax.Array | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     outside: str = "nan",
     of_log_probabilities: bool = False,
     whole_slopes: bool = False,
+    mixed: bool = False,
     used: int = 0,
     fill: float = -math.inf,
     reduced: bool = False,
@@ -33,7 +36,9 @@ def reference(
     """Returns the cross-entropy of each row with its label.
 
     With l the log-sum-exp of a row and s the smoothing, it is
-    ``(1 - s) · (l - logits[label]) + s · (l - mean logits) + z_loss · l²``.
+    ``(1 - s) · (l - logits[label]) + s · (l - mean logits) + z_loss · l²``. With an
+    `other` label, the loss of a row's labels is the sum of both, times ``1 - share``
+    and ``share``.
 
     Args:
         label_smoothing: The share of the target that all classes have alike.
@@ -46,6 +51,8 @@ def reference(
         whole_slopes: Whether gradients are those of ``l - logits[label]`` also for a
             label that is no class, as some libraries have them by a rule of their own.
             It needs `of_log_probabilities`, and labels that pick zero.
+        mixed: Whether both labels pick of the same log-probabilities, and one-hot rows
+            are mixed before. Gradients are added in another order then.
         used: Only so many of the first classes have logits; 0 for all. It is not for
             losses with `label_smoothing`.
         fill: The logit of the other classes, far below all logits.
@@ -60,13 +67,14 @@ def reference(
         out_dtype: The result's dtype; that in which it is computed by default.
 
     Returns:
-        [...], or [..., 3 or 4] if `reduced`. It is computed in float32, or float64 if
+        [...], or [..., 3 to 5] if `reduced`. It is computed in float32, or float64 if
         logits are.
     """
     y = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if reduced:
         start = jnp.zeros(1, jnp.int32) if first is None else first
-        return _reduced(y, labels, start, used, label_smoothing > 0)
+        both = (labels,) if other is None else (labels, other)
+        return _reduced(y, both, start, used, label_smoothing > 0)
     if used:
         y = jnp.where(jnp.arange(y.shape[-1], dtype=jnp.int32) < used, y, fill)
     top = lax.stop_gradient(y.max(-1, keepdims=True))
@@ -74,6 +82,16 @@ def reference(
         top = jnp.where(top == float(kept), 0, top)
     how = outside, of_log_probabilities, whole_slopes
     own, lse = _of_labels(y, top, labels, *how)
+    if other is not None:
+        assert share is not None
+        part = share.astype(own.dtype)
+        if mixed:
+            logs = y - lse[..., None] if of_log_probabilities else y
+            picked = _picked_by_both(logs, labels, other, part, outside)
+            own = -picked if of_log_probabilities else lse - picked
+        else:
+            another, _ = _of_labels(y, top, other, *how)
+            own = (1 - part) * own + part * another
     out = own
     if label_smoothing:
         alike = lse - y.mean(-1)
@@ -103,8 +121,26 @@ def _of_labels(
     return -chosen if of_log_probabilities else lse - chosen, lse
 
 
+def _picked_by_both(
+    y: jax.Array, labels: jax.Array, other: jax.Array, share: jax.Array, outside: str
+) -> jax.Array:
+    """Returns what two labels pick of y, mixed by the share of the other."""
+    if outside != "zero":
+        first, second = (pick(y, a, outside) for a in (labels, other))
+        return (1 - share) * first + share * second
+    classes = jnp.arange(y.shape[-1], dtype=jnp.int32)
+    first, second = (a[..., None] == classes for a in (labels, other))
+    q = share[..., None]
+    target = (1 - q) * first.astype(y.dtype) + q * second.astype(y.dtype)
+    return jnp.where(first | second, target * y, 0).sum(-1)
+
+
 def _reduced(
-    y: jax.Array, labels: jax.Array, first: jax.Array, used: int, summed: bool
+    y: jax.Array,
+    labels: Sequence[jax.Array],
+    first: jax.Array,
+    used: int,
+    summed: bool,
 ) -> jax.Array:
     """What is reduced over some of the classes of logits y, see `reference`."""
     classes = jnp.arange(y.shape[-1], dtype=jnp.int32) + first
@@ -113,8 +149,9 @@ def _reduced(
     top = lax.stop_gradient(y.max(-1))
     top = jnp.where(jnp.isfinite(top), top, 0)
     less = y - top[..., None]
-    hit = (labels[..., None] == classes) & inside
-    each = [top, jnp.exp(less).sum(-1), jnp.where(hit, y, 0).sum(-1)]
+    hits = [(one[..., None] == classes) & inside for one in labels]
+    picked = [jnp.where(hit, y, 0).sum(-1) for hit in hits]
+    each = [top, jnp.exp(less).sum(-1), *picked]
     return jnp.stack([*each, less.sum(-1)] if summed else each, -1)
 
 
@@ -152,12 +189,26 @@ def sample(
     """Returns logits of a common size, and labels that are classes."""
     del params
     one, other = jax.random.split(key)
-    logits, labels = operands["logits"], operands["labels"]
-    first = {n: jnp.zeros(1, jnp.int32) for n in operands if n == "first"}
+    logits, v = operands["logits"], operands["logits"].shape[-1]
     drawn = 3 * jax.random.normal(one, logits.shape)
-    classes = jax.random.randint(other, labels.shape, 0, logits.shape[-1])
-    return {
-        "logits": drawn.astype(logits.dtype),
-        "labels": classes.astype(labels.dtype),
-        **first,
+    return {"logits": drawn.astype(logits.dtype)} | {
+        n: sampled_of_rows(n, jax.random.fold_in(other, i), x, v)
+        for i, (n, x) in enumerate(operands.items())
+        if n != "logits"
     }
+
+
+def sampled_of_rows(name: str, key: jax.Array, operand: Any, v: int) -> jax.Array:
+    """Returns labels that are classes, shares of 1, or the number of the first class.
+
+    Args:
+        name: The operand's name.
+        key: For random numbers.
+        operand: Its shape and dtype.
+        v: The number of classes.
+    """
+    if name == "first":
+        return jnp.zeros(operand.shape, operand.dtype)
+    if name == "share":
+        return jax.random.uniform(key, operand.shape).astype(operand.dtype)
+    return jax.random.randint(key, operand.shape, 0, v).astype(operand.dtype)

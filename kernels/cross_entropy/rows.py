@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,8 @@ class Slopes:
 
     Attributes:
         share: Those of the exponentials ``exp(y - top)``.
-        picked: Those of the picked logits, beside those through exponentials.
+        picked: Those of the picked logits, beside those through exponentials. Of rows
+            with two labels it is [2, ...], beside `each` too.
         each: The same of every other logit.
     """
 
@@ -75,7 +77,8 @@ class Loss:
     """The loss of a row as a function of its logits y, one for each of its `classes`.
 
     With l the log-sum-exp of y, p = y[label] and s the `label_smoothing`, it is
-    ``(1 - s) · (l - p) + s · (l - mean y) + z_loss · l²``.
+    ``(1 - s) · (l - p) + s · (l - mean y) + z_loss · l²``. Rows may have two
+    labels. All numbers of labels are then [2, ...].
 
     Attributes:
         classes: The number of classes.
@@ -86,12 +89,15 @@ class Loss:
             is no class then picks no l either.
         whole_slopes: Whether gradients are those of l - p also for a label that is no
             class, whatever its loss is.
+        mixed: Whether the program lets both labels pick at once, which gives the same.
         used: Only so many of the first classes have logits, the others have `fill`; 0
             for all.
         fill: What a label picks that is one of the others.
         reduced: Whether only the numbers are wanted that are reduced over these
             classes, which are some of all. They are told apart by `outside` ``"zero"``.
         nan_at: At which infinite maxima the log-sum-exp is NaN, one of `NAN_AT`.
+        share: The part of the target that each row's second label has, [...]; None if
+            there is one label.
     """
 
     classes: int
@@ -100,14 +106,26 @@ class Loss:
     outside: str = "nan"
     of_log_probabilities: bool = False
     whole_slopes: bool = False
+    mixed: bool = False
     used: int = 0
     fill: float = -math.inf
     reduced: bool = False
     nan_at: str = "both"
+    share: jax.Array | None = None
+
+    def of(self, rows: Mapping[str, Any]) -> Loss:
+        """The same for rows, with the `share` that they have, if any."""
+        return replace(self, share=rows["share"]) if "share" in rows else self
 
     def labels(self, labels: jax.Array) -> jax.Array:
-        """The classes that have gradients, in at least 32 bits; others are no class."""
+        """The classes that have gradients, in at least 32 bits; others are no class.
+
+        Args:
+            labels: Those of rows, of the form that `labels_of_rows` gives.
+        """
         labels = signed(labels)
+        if self.share is not None:
+            labels = jnp.moveaxis(labels, -1, 0)
         if self.outside == "clip":
             labels = jnp.clip(labels, 0, self.classes - 1)
         return labels
@@ -148,7 +166,8 @@ class Loss:
     ) -> jax.Array:
         """Returns the losses, from what is reduced over the classes.
 
-        If `reduced`, these numbers themselves: [..., 3], or 4 with smoothing.
+        If `reduced`, these numbers themselves: [..., 3], with one more for a second
+        label, and one for smoothing.
 
         Args:
             row: The sum of exponentials.
@@ -157,8 +176,40 @@ class Loss:
             labels: As `self.labels` gives them.
         """
         if self.reduced:
-            each = (*row, picked, below) if self.label_smoothing else (*row, picked)
-            return jnp.stack(each, -1)
+            picks = (picked,) if self.share is None else tuple(picked)
+            last = (below,) if self.label_smoothing else ()
+            return jnp.stack((*row, *picks, *last), -1)
+        lse = row.lse
+        own = self.joined(self._own(row, picked, labels))
+        out = own
+        if self.label_smoothing:
+            alike = row.log - below / self.classes
+            out = (1 - self.label_smoothing) * own + self.label_smoothing * alike
+        return out + self.z_loss * lse * lse if self.z_loss else out
+
+    def results(
+        self, row: Sum, picked: jax.Array, below: jax.Array, labels: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns ``{"out": value}``, and how far the losses of two labels are apart.
+
+        The latter is ``"apart"``, and is the derivative by `share`.
+        """
+        out = {"out": self.value(row, picked, below, labels)}
+        if self.share is None:
+            return out
+        if self.reduced:
+            return out | {"apart": jnp.zeros_like(row.top)}
+        first, second = self._own(row, picked, labels)
+        return out | {"apart": (1 - self.label_smoothing) * (second - first)}
+
+    def joined(self, each: jax.Array) -> jax.Array:
+        """What each label has, joined by their shares."""
+        if self.share is None:
+            return each
+        return (1 - self.share) * each[0] + self.share * each[1]
+
+    def _own(self, row: Sum, picked: jax.Array, labels: jax.Array) -> jax.Array:
+        """The losses of labels alone."""
         inside = self._inside(labels)
         if self.used:
             picks = self.picks(labels)
@@ -174,22 +225,24 @@ class Loss:
             own = jnp.where(inside, own, other - picked)
         if self.whole_slopes:
             own = own + jnp.where(inside, 0, lse - jax.lax.stop_gradient(lse))
-        out = own
-        if self.label_smoothing:
-            alike = row.log - below / self.classes
-            out = (1 - self.label_smoothing) * own + self.label_smoothing * alike
-        return out + self.z_loss * lse * lse if self.z_loss else out
+        return own
 
     def slopes(self, row: Sum, labels: jax.Array, cotangent: jax.Array) -> Slopes:
         """Returns the cotangents of what is reduced, from those of `value`."""
         if self.reduced:
-            _, share, picked, *below = jnp.unstack(cotangent, axis=-1)
-            each = below[0] if below else jnp.zeros_like(picked)
-            return Slopes(share, picked + each, each)
+            _, share, *picked = jnp.unstack(cotangent, axis=-1)
+            each = picked.pop() if self.label_smoothing else jnp.zeros_like(share)
+            if self.share is not None:
+                return Slopes(share, jnp.stack(picked), each)
+            return Slopes(share, picked[0] + each, each)
         alike, by_lse = self.of_lse(labels, cotangent)
         of_lse = alike + by_lse * row.lse if self.z_loss else alike
         each = self.of_each(cotangent)
-        own = cotangent * (self.label_smoothing - 1) + each
+        own = cotangent * (self.label_smoothing - 1)
+        if self.share is None:
+            own = own + each
+        else:
+            own = jnp.stack([(1 - self.share) * own, self.share * own])
         return Slopes(of_lse / row.weight, own, each)
 
     def of_lse(
@@ -198,7 +251,7 @@ class Loss:
         """Returns numbers a and b: ``a + b l`` is the cotangent of a log-sum-exp l."""
         own = jnp.ones_like(cotangent)
         if self.of_log_probabilities and not self.whole_slopes:
-            own = jnp.where(self._inside(labels), own, 0)
+            own = self.joined(jnp.where(self._inside(labels), own, 0))
         alike = (1 - self.label_smoothing) * own + self.label_smoothing
         return cotangent * alike, cotangent * (2 * self.z_loss)
 
@@ -208,6 +261,18 @@ class Loss:
 
     def _inside(self, labels: jax.Array) -> jax.Array:
         return (labels >= 0) & (labels < self.classes)
+
+
+def labels_of_rows(labels: jax.Array, other: jax.Array | None) -> jax.Array:
+    """Returns labels [...], or both labels of each row [..., 2]."""
+    if other is None:
+        return labels
+    return jnp.stack([signed(labels), signed(other)], -1)
+
+
+def shares_of_rows(share: jax.Array | None, dtype: Any) -> dict[str, jax.Array]:
+    """Returns ``{"share": share}`` in a dtype, or nothing without one."""
+    return {} if share is None else {"share": share.astype(dtype)}
 
 
 def signed(labels: jax.Array) -> jax.Array:

@@ -13,12 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.cross_entropy.rows import Loss, Sum, finite, signed
+from rewriter.kernels.cross_entropy.rows import (
+    Loss,
+    Sum,
+    finite,
+    labels_of_rows,
+    shares_of_rows,
+    signed,
+)
 from rewriter.ops.op import Part, Sharding
 
 OF_ALL = (
-    "z_loss", "outside", "of_log_probabilities", "whole_slopes", "fill", "nan_at",
-    "out_dtype",
+    "z_loss", "outside", "of_log_probabilities", "whole_slopes", "mixed", "fill",
+    "nan_at", "out_dtype",
 )  # fmt: skip
 """Parameters that have to do with all classes alone."""
 
@@ -43,14 +50,15 @@ def _local(
     """Asks for what is reduced over some of the classes, and says which these are."""
     if "v" not in parts:
         return operands, params
-    part, labels = parts["v"], operands["labels"]
-    size = _classes(operands)
+    part, size = parts["v"], _classes(operands)
+    labels = {n: operands[n] for n in ("labels", "other") if n in operands}
     if params["outside"] in ("clip", "promise"):
-        labels = jnp.clip(signed(labels), 0, size * part.count - 1)
+        most = size * part.count - 1
+        labels = {n: jnp.clip(signed(a), 0, most) for n, a in labels.items()}
     first = jnp.asarray(part.index, jnp.int32) * jnp.int32(size)
     own = {k: v for k, v in params.items() if k not in OF_ALL}
     own |= {"reduced": True, "outside": "zero"}
-    return {**operands, "labels": labels, "first": first[None]}, own
+    return {**operands, **labels, "first": first[None]}, own
 
 
 def _classes(operands: Mapping[str, jax.Array]) -> int:
@@ -69,9 +77,13 @@ def _finish(
         return out
     part, size, smoothing = parts["v"], _classes(operands), params["label_smoothing"]
     how = {k: params[k] for k in (*OF_ALL[:-1], "label_smoothing", "used")}
-    loss = Loss(size * part.count, **how)
-    labels = loss.labels(operands["labels"])
-    own, weight, picked, *below = jnp.unstack(out, axis=-1)
+    other, share = operands.get("other"), operands.get("share")
+    loss = Loss(size * part.count, **how).of(shares_of_rows(share, out.dtype))
+    labels = loss.labels(labels_of_rows(operands["labels"], other))
+    own, weight, *rest = jnp.unstack(out, axis=-1)
+    picked, below = rest[0], rest[1:]
+    if other is not None:
+        picked, below = jnp.stack(rest[:2]), rest[2:]
     own, kept = lax.stop_gradient((own, weight))
     top = finite(lax.pmax(jnp.where(kept == 0, -jnp.inf, own), part.axes))
     # A weight of no logits stays 0, and an infinite one stays so.
@@ -80,7 +92,7 @@ def _finish(
     known = loss.known(picks)
     here = known & (picks >= first) & (picks < first + size)
     picked = loss.without_slopes(picked, labels) - top
-    target = jnp.where(here, (1 - smoothing) * picked, 0)
+    target = loss.joined(jnp.where(here, (1 - smoothing) * picked, 0))
     if below:
         target = target + smoothing / loss.classes * (below[0] + size * less)
     weight, target = lax.psum((weight * jnp.exp(less), target), part.axes)

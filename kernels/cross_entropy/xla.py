@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.cross_entropy.estimate import estimate
-from rewriter.kernels.cross_entropy.rows import OUTSIDE, Loss, Slopes, Sum, summed
+from rewriter.kernels.cross_entropy.rows import (
+    OUTSIDE,
+    Loss,
+    Slopes,
+    Sum,
+    labels_of_rows,
+    shares_of_rows,
+    summed,
+)
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Spec, Speed
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -39,13 +47,19 @@ def is_float(spec: Spec, name: str) -> Verdict:
 
 
 def labels_of(spec: Spec, rows: str) -> Verdict:
-    """Whether there is an integer for each row of an operand."""
-    dtype = jnp.dtype(spec.dtype("labels"))
-    if not jnp.issubdtype(dtype, jnp.integer):
-        return no("dtype", f"labels are {dtype}, expected integers")
-    if spec.shape("labels") != spec.shape(rows)[:-1]:
-        wanted = spec.shape(rows)[:-1]
-        return no("shape", f"labels are {spec.shape('labels')}, expected {wanted}")
+    """Whether there is an integer for each row of an operand, or two and a share."""
+    if spec.has("other") != spec.has("share"):
+        return no("share", "another label has a share of the target")
+    for name in ("labels", "other", "share"):
+        if not spec.has(name):
+            continue
+        dtype, real = jnp.dtype(spec.dtype(name)), name == "share"
+        if not jnp.issubdtype(dtype, jnp.floating if real else jnp.integer):
+            wanted = "a real floating dtype" if real else "integers"
+            return no("dtype", f"{name} has {dtype}, expected {wanted}")
+        if spec.shape(name) != spec.shape(rows)[:-1]:
+            wanted = spec.shape(rows)[:-1]
+            return no("shape", f"{name} has {spec.shape(name)}, expected {wanted}")
     return YES
 
 
@@ -79,6 +93,8 @@ def forward(
     *,
     logits: jax.Array,
     labels: jax.Array,
+    other: jax.Array | None = None,
+    share: jax.Array | None = None,
     first: jax.Array | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -86,15 +102,17 @@ def forward(
 ) -> Any:
     """Returns the losses, and with `residuals` the sums of exponentials."""
     wide = jnp.promote_types(logits.dtype, jnp.float32)
-    loss = Loss(logits.shape[-1], **how)
+    loss = Loss(logits.shape[-1], **how).of(shares_of_rows(share, wide))
     logits = _rounded(logits)
-    classes, labels = _classes(logits, first), loss.labels(labels)
+    labels = loss.labels(labels_of_rows(labels, other))
+    classes = _classes(logits, first)
     y = _masked(logits.astype(wide), classes, loss)
     row = loss.total(summed(y))
     picked = jnp.where(_hits(classes, loss.picks(labels), loss), y, 0).sum(-1)
     below = (y - row.top[..., None]).sum(-1)
-    out = loss.value(row, picked, below, labels).astype(out_dtype or wide)
-    return (out, tuple(row)) if residuals else out
+    found = loss.results(row, picked, below, labels)
+    out = found.pop("out").astype(out_dtype or wide)
+    return (out, (*row, *found.values())) if residuals else out
 
 
 def backward(
@@ -102,22 +120,44 @@ def backward(
     logits: jax.Array,
     labels: jax.Array,
     out: None,
-    residuals: tuple[jax.Array, jax.Array],
+    residuals: tuple[jax.Array, ...],
     cotangent: jax.Array,
+    other: jax.Array | None = None,
+    share: jax.Array | None = None,
     first: jax.Array | None = None,
     out_dtype: str | None = None,
     **how: Any,
 ) -> dict[str, jax.Array]:
-    """Returns the cotangent of the logits."""
+    """Returns the cotangents of the logits, and of shares."""
     del out, out_dtype
-    row = Sum(*residuals)
-    loss, logits = Loss(logits.shape[-1], **how), _rounded(logits)
-    classes, labels = _classes(logits, first), loss.labels(labels)
-    wide = row.top.dtype
+    top, weight, *apart = residuals
+    row, wide = Sum(top, weight), top.dtype
+    loss = Loss(logits.shape[-1], **how).of(shares_of_rows(share, wide))
+    logits, labels = _rounded(logits), loss.labels(labels_of_rows(labels, other))
+    classes = _classes(logits, first)
     y = _masked(logits.astype(wide), classes, loss)
-    slopes = loss.slopes(row, labels, cotangent.astype(wide))
+    up = cotangent.astype(wide)
+    slopes = loss.slopes(row, labels, up)
     d = gradient(slopes, y, row.top, _hits(classes, labels, loss))
-    return {"logits": d.astype(logits.dtype)}
+    found = {"logits": d.astype(logits.dtype)}
+    return found | cotangents_of_shares(share, up, *apart)
+
+
+def cotangents_of_shares(
+    share: jax.Array | None, cotangent: jax.Array, *apart: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns ``{"share": cotangents}``, or nothing of rows with one label.
+
+    Args:
+        share: The shares.
+        cotangent: That of the losses.
+        *apart: The derivative of these by the shares.
+    """
+    if share is None:
+        return {}
+    if cotangent.ndim > share.ndim:  # of what is reduced over some classes
+        return {"share": jnp.zeros_like(share)}
+    return {"share": (cotangent * apart[0]).astype(share.dtype)}
 
 
 def gradient(
@@ -125,6 +165,9 @@ def gradient(
 ) -> jax.Array:
     """Returns the cotangents of logits y, or of some columns of them."""
     p = jnp.exp(y - top[..., None]) * slopes.share[..., None]
+    if hits.ndim > y.ndim:  # of two labels
+        own = jnp.where(hits, slopes.picked[..., None], 0).sum(0)
+        return p + slopes.each[..., None] + own
     return p + jnp.where(hits, slopes.picked[..., None], slopes.each[..., None])
 
 
@@ -155,9 +198,12 @@ def _classes(y: jax.Array, first: jax.Array | None) -> jax.Array:
 
 
 def _saves(spec: Spec) -> list[Any]:
-    """The sum of exponentials of each row: its maximum and its weight."""
+    """The sum of exponentials of each row: its maximum and its weight.
+
+    Of two labels also how far their losses are apart.
+    """
     wide = jnp.promote_types(spec.dtype("logits"), jnp.float32)
-    return [(spec.shape("logits")[:-1], wide)] * 2
+    return [(spec.shape("logits")[:-1], wide)] * (2 + spec.has("other"))
 
 
 KERNEL = XLA.kernel(

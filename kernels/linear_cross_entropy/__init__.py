@@ -17,6 +17,8 @@ OP = Op(
         Operand("w", "k v", True, "The weights, with a column for each class."),
         Operand("labels", "...", True, "The class of each row, int."),
         Operand("bias", "v", doc="Added to the logits; 0 if absent."),
+        Operand("other", "...", doc="Another class of each row, int."),
+        Operand("share", "...", doc="The part of the target that `other` has."),
         Operand("first", "1", doc="Of a `reduced` result: the first class, int32."),
     ),
     out="...",
@@ -26,6 +28,7 @@ OP = Op(
     defaults={
         "scale": 1.0, "soft_cap": 0.0, "label_smoothing": 0.0, "z_loss": 0.0,
         "outside": "nan", "of_log_probabilities": False, "whole_slopes": False,
+        "mixed": False,
         "used": 0, "fill": -math.inf, "reduced": False, "nan_at": "both",
         "precision": None, "logits_dtype": None, "out_dtype": None,
     },
@@ -33,7 +36,7 @@ OP = Op(
     cost=cost,
     sharding=sharding,
     words=dict.fromkeys(
-        ("outside", "of_log_probabilities", "whole_slopes", "nan_at"), unsaid
+        ("outside", "of_log_probabilities", "whole_slopes", "mixed", "nan_at"), unsaid
     ),
 )  # fmt: skip
 

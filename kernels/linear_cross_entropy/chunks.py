@@ -236,9 +236,9 @@ def of_cotangents(count: int, classes: int, itemsize: int, config: Chunk) -> int
 
 
 def flat(x: jax.Array, labels: jax.Array, **more: jax.Array) -> Rows:
-    """The arrays, with one axis of rows in place of the labels' axes."""
+    """The arrays, with one axis of rows in place of all but the last axis of x."""
     count = math.prod(x.shape[:-1])
-    own, lead = more | {"labels": labels}, labels.ndim
+    own, lead = more | {"labels": labels}, x.ndim - 1
     made = {n: a.reshape(count, *a.shape[lead:]) for n, a in own.items()}
     return made | {"x": x.reshape(count, x.shape[-1])}
 

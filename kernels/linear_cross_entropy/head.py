@@ -127,8 +127,8 @@ class Head:
         return self._inside(y, -jnp.inf)
 
     def hits(self, labels: jax.Array) -> jax.Array:
-        """Which of the classes each row picks, [n, v]."""
-        return self._inside(labels[:, None] == self._columns(), False)
+        """Which of the classes each row picks, [n, v]; of two labels [2, n, v]."""
+        return self._inside(labels[..., None] == self._columns(), False)
 
     def total(self, y: jax.Array) -> jax.Array:
         """Sums of logits, [n]."""

@@ -9,14 +9,14 @@ and chunks of classes are those of the plain kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.cross_entropy.rows import Loss, Sum
+from rewriter.kernels.cross_entropy.rows import Loss, Slopes, Sum
 from rewriter.kernels.linear_cross_entropy import chunks, xla
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.estimate import (
@@ -112,8 +112,8 @@ def _below(head: Head, product: jax.Array, row: Sum) -> jax.Array:
 def picked(head: Head, product: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns the logits of the labels, 0 where there is none."""
     end = head.classes if head.end is None else head.end
-    place = jnp.clip(labels, 0, end - 1)[:, None]
-    found = jnp.take_along_axis(product, place, 1, mode="clip")[:, 0]
+    place = jnp.atleast_2d(jnp.clip(labels, 0, end - 1)).T
+    found = jnp.take_along_axis(product, place, 1, mode="clip").T.reshape(labels.shape)
     inside = (labels >= 0) & (labels < end)
     return jnp.where(inside, found.astype(head.wide) * head.scale, 0)
 
@@ -127,15 +127,17 @@ def replaces(head: Head, loss: Loss) -> bool:
     return able and plain and head.classes % chunks.EVEN == 0
 
 
-def replaced(head: Head, loss: Loss, known: Rows) -> tuple[jax.Array, jax.Array]:
+def replaced(
+    head: Head, loss: Loss, known: Rows
+) -> tuple[dict[str, jax.Array], jax.Array]:
     """Returns what `gradients` does, with cotangents in place of the product."""
     return gradients(head, loss, known, in_place=True)
 
 
 def gradients(
     head: Head, loss: Loss, known: Rows, in_place: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Returns losses and cotangents of a product, see `xla.Steps`."""
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Returns what a loss results in and cotangents of a product, see `xla.Steps`."""
     from rewriter.kernels.cross_entropy.hopper_rows import totals_and_gradients
 
     product, labels, up = known["product"], known["classes"], known["cotangent"]
@@ -149,16 +151,35 @@ def gradients(
     )
     row = loss.total(Sum(top, weight))
     below = jnp.zeros_like(top) if in_place else _below(head, product, row)
-    value = loss.value(row, own, below, labels)
-    slopes = loss.slopes(row, labels, up)
-    at = (jnp.exp(own - row.top) * slopes.share + slopes.picked) * s
+    results = loss.results(row, own, below, labels)
+    for place, at in _at_labels(head, loss.slopes(row, labels, up), row, own, labels):
+        rows = jnp.arange(product.shape[0], dtype=place.dtype)
+        d = d.at[rows, place].set(
+            at.astype(d.dtype),
+            mode="drop",
+            unique_indices=True,
+            indices_are_sorted=True,
+        )
+    return results, d.astype(head.narrow)
+
+
+def _at_labels(
+    head: Head, slopes: Slopes, row: Sum, own: jax.Array, labels: jax.Array
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Places of labels, and the cotangents of the product there with the scale.
+
+    A row's two labels may be the same class, which then has what both give.
+    """
     end = head.classes if head.end is None else head.end
-    place = jnp.where((labels >= 0) & (labels < end), labels, head.classes)
-    rows = jnp.arange(product.shape[0], dtype=place.dtype)
-    d = d.at[rows, place].set(
-        at.astype(d.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
-    )
-    return value, d.astype(head.narrow)
+    places = jnp.where((labels >= 0) & (labels < end), labels, head.classes)
+    if labels.ndim == 1:
+        p = jnp.exp(own - row.top) * slopes.share
+        yield places, (p + slopes.picked) * head.scale
+        return
+    for place, y in zip(places, own, strict=True):
+        more = jnp.where(places == place, slopes.picked, 0).sum(0) + slopes.each
+        p = jnp.exp(y - row.top) * slopes.share
+        yield place, (p + more) * head.scale
 
 
 STEPS = xla.Steps(reduced, gradients, replaced, replaces)

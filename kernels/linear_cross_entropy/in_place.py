@@ -128,8 +128,8 @@ def _replaced(
     """Cotangents of rows' logits and results, by one step for both."""
     product, labels = head.product(rows["x"]), loss.labels(rows["labels"])
     known = rows | {"classes": labels, "product": product}
-    out, d = steps.replaced(head, loss, known)
-    return d, Found(out, head.back_of_x(d, rows["x"].dtype), None)
+    results, d = steps.replaced(head, loss, known)
+    return d, Found(results["out"], head.back_of_x(d, rows["x"].dtype), None)
 
 
 def _of_others(

@@ -9,6 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.cross_entropy.reference import reference as of_logits
+from rewriter.kernels.cross_entropy.reference import sampled_of_rows
+
+OF_ROWS = frozenset({"labels", "other", "share", "first"})
+"""Operands that no product reads."""
 
 
 def logits_of(
@@ -33,6 +37,8 @@ def reference(
     w: jax.Array,
     labels: jax.Array,
     bias: jax.Array | None = None,
+    other: jax.Array | None = None,
+    share: jax.Array | None = None,
     first: jax.Array | None = None,
     scale: float = 1.0,
     soft_cap: float = 0.0,
@@ -51,12 +57,13 @@ def reference(
         **loss: As of the reference of ``cross_entropy``.
 
     Returns:
-        [...], or [..., 3 or 4] if ``reduced``. It is computed in float32, or float64 if
+        [...], or [..., 3 to 5] if ``reduced``. It is computed in float32, or float64 if
         x or w are.
     """
     del logits_dtype
     y = logits_of(x, w, bias, scale, soft_cap, precision)
-    return of_logits(logits=y, labels=labels, first=first, **loss)
+    rows = {"labels": labels, "other": other, "share": share, "first": first}
+    return of_logits(logits=y, **rows, **loss)
 
 
 def sample(
@@ -68,10 +75,9 @@ def sample(
     keys = jax.random.split(key, len(operands))
     for name, own in zip(operands, keys, strict=True):
         shape = operands[name].shape
-        if name == "first":
-            made[name] = jnp.zeros(shape, jnp.int32)
-        elif name == "labels":
-            made[name] = jax.random.randint(own, shape, 0, operands["w"].shape[-1])
+        if name in OF_ROWS:
+            v = operands["w"].shape[-1]
+            made[name] = sampled_of_rows(name, own, operands[name], v)
         else:
             spread = {"x": 1.0, "bias": 0.1}.get(name) or 2 * shape[0] ** -0.5
             made[name] = jax.random.normal(own, shape) * spread

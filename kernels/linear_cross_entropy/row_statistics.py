@@ -16,9 +16,12 @@ Reduced = tuple[Sum, jax.Array, jax.Array]
 
 
 def of_product(head: Head, product: jax.Array, labels: jax.Array) -> Reduced:
-    """What is reduced over the classes of rows, given their product [n, v]."""
+    """What is reduced over the classes of rows, given their product [n, v].
+
+    Labels are [n], or [2, n] of two for each row; so are picked logits.
+    """
     y = head.logits(product)
-    picked = jnp.where(head.hits(labels), y, 0).sum(1)
+    picked = jnp.where(head.hits(labels), y, 0).sum(-1)
     row = summed(y)
     return row, picked, head.total(y - row.top[:, None])
 
@@ -36,12 +39,13 @@ def reduced(head: Head, x: jax.Array, labels: jax.Array, columns: int) -> Reduce
         shift = finite(new)
         kept = jnp.where(weight == 0, 0, weight * jnp.exp(top - shift))
         weight = kept + jnp.exp(y - shift[:, None]).sum(1)
-        picked = picked + jnp.where(some.hits(labels), y, 0).sum(1)
+        picked = picked + jnp.where(some.hits(labels), y, 0).sum(-1)
         below = below + _before(head, start) * (finite(top) - shift)
         return new, weight, picked, below + some.total(y - shift[:, None])
 
     zero = jnp.zeros(x.shape[:1], head.wide)
-    carry = (jnp.full_like(zero, -jnp.inf), zero, zero, zero)
+    none = jnp.zeros(labels.shape, head.wide)
+    carry = (jnp.full_like(zero, -jnp.inf), zero, none, zero)
     top, weight, picked, below = chunks.over_chunks(step, carry, head.classes, columns)
     return Sum(finite(top), weight), picked, below
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.linear_cross_entropy import chunks, xla
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk
+from rewriter.kernels.linear_cross_entropy.reference import OF_ROWS
 from rewriter.kernels.shared.kinds import TPU
 from rewriter.kernels.shared.limits import known_sizes
 from rewriter.kernels.shared.tpu import refused_dtypes, refused_precision
@@ -54,10 +55,12 @@ def supports(spec: Spec) -> Verdict:
     base = known_sizes(spec, xla.supports)
     if not base.ok:
         return base
-    floats = {n: d for n, d in spec.dtypes if n not in ("labels", "first")}
+    floats = {n: d for n, d in spec.dtypes if n not in OF_ROWS}
     found = [*refused_dtypes(floats), *refused_precision(spec)]
     if any(0 in shape for _, shape in spec.shapes):
         found.append(no("empty", "an axis has size 0"))
+    if spec.has("other"):
+        found.append(no("other", "two labels of a row are not supported"))
     if spec.param("reduced", False):
         found.append(no("reduced", "a vocabulary split over devices is not supported"))
     return all_of(*found) if found else YES

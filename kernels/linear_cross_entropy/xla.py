@@ -18,8 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.cross_entropy.rows import Loss, Sum
+from rewriter.kernels.cross_entropy.rows import (
+    Loss,
+    Sum,
+    labels_of_rows,
+    shares_of_rows,
+)
 from rewriter.kernels.cross_entropy.xla import (
+    cotangents_of_shares,
     gradient,
     is_float,
     known_outside,
@@ -30,6 +36,7 @@ from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.estimate import estimate, margin
 from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.kernels.linear_cross_entropy.memory import temporary
+from rewriter.kernels.linear_cross_entropy.reference import OF_ROWS
 from rewriter.kernels.linear_cross_entropy.row_statistics import (
     Reduced,
     of_product,
@@ -52,7 +59,7 @@ likely to have no memory: they are held two or three times."""
 
 def supports(spec: Spec) -> Verdict:
     """Takes real floating operands, weights [k, v] and a label for each row."""
-    floats = [n for n in spec.operands if n not in ("labels", "first")]
+    floats = [n for n in spec.operands if n not in OF_ROWS]
     return all_of(
         *(is_float(spec, n) for n in floats),
         _matrix(spec),
@@ -85,8 +92,8 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     return no("small", f"logits of {size_text(size)} are so small that XLA is as fast")
 
 
-Gradients = Callable[[Head, Loss, Rows], tuple[jax.Array, jax.Array]]
-"""Losses and cotangents of a product, see `Steps`."""
+Gradients = Callable[[Head, Loss, Rows], tuple[dict[str, jax.Array], jax.Array]]
+"""Results of a loss and cotangents of a product, see `Steps`."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +102,10 @@ class Steps:
 
     Attributes:
         reduced: Gives what is `Reduced` over the classes, as `of_product` does.
-        gradients: ``gradients(head, loss, known)`` gives losses and cotangents of the
-            product with the scale, in the head's narrow dtype. `known` has of each row:
-            classes, cotangent and product. None if they are computed from the former.
+        gradients: ``gradients(head, loss, known)`` gives `Loss.results` and cotangents
+            of the product with the scale, in the head's narrow dtype. `known` has of
+            each row: classes, cotangent and product. None if they are computed from
+            the former.
         replaced: The same with cotangents in place of the product, which nothing may
             read later. None as above.
         replaces: Whether `replaced` computes some head's gradients of a loss.
@@ -119,6 +127,8 @@ def forward(
     w: jax.Array,
     labels: jax.Array,
     bias: jax.Array | None = None,
+    other: jax.Array | None = None,
+    share: jax.Array | None = None,
     first: jax.Array | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -140,19 +150,36 @@ def forward(
     rows, columns = _sizes(head, x, config)
 
     def block(part: Rows, _: None) -> tuple[None, Rows]:
-        classes = loss.labels(part["labels"])
-        picks = loss.picks(classes)
+        own = loss.of(part)
+        classes = own.labels(part["labels"])
+        picks = own.picks(classes)
         if columns == head.classes:
             row, picked, below = steps.reduced(head, head.product(part["x"]), picks)
         else:
             row, picked, below = reduced(head, part["x"], picks, columns)
-        row = loss.total(row)
-        value = loss.value(row, picked, below, classes)
-        return None, {"out": value.astype(out_dtype or value.dtype), **row._asdict()}
+        row = own.total(row)
+        found = own.results(row, picked, below, classes)
+        out = found["out"].astype(out_dtype or found["out"].dtype)
+        return None, {**found, "out": out, **row._asdict()}
 
-    _, made = over_blocks(block, chunks.flat(x, labels), None, rows)
-    out, top, weight = (_by_row(made[n], labels) for n in ("out", "top", "weight"))
-    return (out, (top, weight)) if residuals else out
+    parts = _rows(head, x, labels, other, share)
+    _, made = over_blocks(block, parts, None, rows)
+    names = ("out", "top", "weight", *(["apart"] if share is not None else []))
+    out, *saved = (_by_row(made[n], labels) for n in names)
+    return (out, tuple(saved)) if residuals else out
+
+
+def _rows(
+    head: Head,
+    x: jax.Array,
+    labels: jax.Array,
+    other: jax.Array | None,
+    share: jax.Array | None,
+    **more: jax.Array,
+) -> Rows:
+    """What there is of each row, with one axis of rows."""
+    shares = shares_of_rows(share, head.wide)
+    return chunks.flat(x, labels_of_rows(labels, other), **shares, **more)
 
 
 def _by_row(a: jax.Array, labels: jax.Array) -> jax.Array:
@@ -210,9 +237,11 @@ def backward(
     w: jax.Array,
     labels: jax.Array,
     out: None,
-    residuals: tuple[jax.Array, jax.Array],
+    residuals: tuple[jax.Array, ...],
     cotangent: jax.Array,
     bias: jax.Array | None = None,
+    other: jax.Array | None = None,
+    share: jax.Array | None = None,
     first: jax.Array | None = None,
     out_dtype: str | None = None,
     config: Chunk | None = None,
@@ -220,7 +249,7 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of every float operand."""
     del out, out_dtype
-    top, weight = residuals
+    top, weight, *apart = residuals
     config = config or chunks.DEFAULT
     head, loss = head_and_loss(x, w, bias, first, config, **how)
     rows, columns = _sizes(head, x, config)
@@ -228,13 +257,16 @@ def backward(
     added = in_parts(math.prod(x.shape[:-1]), rows)
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
-        known = part | {"classes": loss.labels(part["labels"])}
-        return _gradients(head, loss, known, sums, columns, added)
+        own = loss.of(part)
+        known = part | {"classes": own.labels(part["labels"])}
+        return _gradients(head, own, known, sums, columns, added)
 
     up = cotangent.astype(head.wide)
-    parts = chunks.flat(x, labels, top=top, weight=weight, cotangent=up)
+    more = {"top": top, "weight": weight, "cotangent": up}
+    parts = _rows(head, x, labels, other, share, **more)
     sums, by_row = over_blocks(block, parts, _zeros(head, added, cotangent), rows)
-    return _like(x, w, bias, by_row["x"], sums)
+    found = _like(x, w, bias, by_row["x"], sums)
+    return found | cotangents_of_shares(share, up, *apart)
 
 
 def _zeros(head: Head, added: bool, cotangent: jax.Array) -> Rows:
@@ -327,6 +359,8 @@ def together(
     labels: jax.Array,
     cotangent: jax.Array,
     bias: jax.Array | None = None,
+    other: jax.Array | None = None,
+    share: jax.Array | None = None,
     first: jax.Array | None = None,
     out_dtype: str | None = None,
     config: Chunk | None = None,
@@ -347,40 +381,48 @@ def together(
     head, loss = head_and_loss(x, w, bias, first, config, swapped, **how)
     count, classes = math.prod(x.shape[:-1]), head.classes
     size = jnp.dtype(head.held).itemsize
-    parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
-    if config.beside is not None and in_place.takes(head, count, w.shape[1]):
+    up = cotangent.astype(head.wide)
+    parts = _rows(head, x, labels, other, share, cotangent=up)
+    one = other is None
+    if config.beside is not None and one and in_place.takes(head, count, w.shape[1]):
         out, dx, sums = in_place.together(head, loss, parts, config, steps)
         out = _by_row(out, labels).astype(out_dtype or head.wide)
         return out, _like(x, w, bias, dx, sums)
     rows = chunks.whole_rows(count, classes, size, config)
     if not rows:
         own = {"x": x, "w": w, "labels": labels, "bias": bias, "first": first,
-               "config": config, "out_dtype": out_dtype, **how}  # fmt: skip
+               "other": other, "share": share, "config": config,
+               "out_dtype": out_dtype, **how}  # fmt: skip
         return _in_two_passes(cotangent, own)
     columns = classes if config.whole else chunks.classes_held(classes, config)
     added = in_parts(count, rows)
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
-        product, hits = head.product(part["x"]), loss.labels(part["labels"])
+        own = loss.of(part)
+        product, hits = head.product(part["x"]), own.labels(part["labels"])
         known = part | {"classes": hits, "product": product}
         if steps.gradients is not None and columns == classes:
-            value, d = steps.gradients(head, loss, known)
+            results, d = steps.gradients(head, own, known)
             dtypes = {"x": x.dtype} | {n: s.dtype for n, s in sums.items()}
             found = head.back_of_narrow(part["x"], d, dtypes)
             if head.bias is not None:
                 found["bias"] = d.sum(0, dtype=head.wide).astype(dtypes["bias"])
             sums = {n: s + found[n] if added else found[n] for n, s in sums.items()}
-            return sums, {"x": found["x"], "out": value}
-        row, picked, below = steps.reduced(head, product, loss.picks(hits))
-        row = loss.total(row)
-        value = loss.value(row, picked, below, hits)
+            return sums, {"x": found["x"], **results}
+        row, picked, below = steps.reduced(head, product, own.picks(hits))
+        row = own.total(row)
+        results = own.results(row, picked, below, hits)
         known |= row._asdict()
-        sums, found = _gradients(head, loss, known, sums, columns, added)
-        return sums, found | {"out": value}
+        sums, found = _gradients(head, own, known, sums, columns, added)
+        return sums, found | results
 
     sums, made = over_blocks(block, parts, _zeros(head, added, cotangent), rows)
     out = _by_row(made["out"], labels).astype(out_dtype or head.wide)
-    return out, _like(x, w, bias, made["x"], sums, head.turned)
+    found = _like(x, w, bias, made["x"], sums, head.turned)
+    if share is None:
+        return out, found
+    apart = _by_row(made["apart"], labels)
+    return out, found | cotangents_of_shares(share, cotangent, apart)
 
 
 def _in_two_passes(
@@ -392,10 +434,13 @@ def _in_two_passes(
 
 
 def _saves(spec: Spec) -> list[Any]:
-    """The sum of exponentials of each row: its top and its weight."""
+    """The sum of exponentials of each row: its top and its weight.
+
+    Of two labels also how far their losses are apart.
+    """
     narrow = jnp.result_type(spec.dtype("x"), spec.dtype("w"))
     wide = jnp.promote_types(narrow, jnp.float32)
-    return [(spec.shape("labels"), wide)] * 2
+    return [(spec.shape("labels"), wide)] * (2 + spec.has("other"))
 
 
 KERNEL = XLA.kernel(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from rewriter.algebra.canonicalize.arithmetic import counts_hits
 from rewriter.algebra.canonicalize.gathered_entries import NEAREST, PROMISED
 from rewriter.algebra.normal_form import TRUE, Algebra, Index, Monomial, Poly
 from rewriter.find.reading import Refused, flat_indices
+from rewriter.patterns.cross_entropy.two_labels import Pick, two_labels
 
 OUTSIDE = {"clip": f"{NEAREST} ", "promise": f"{PROMISED} "}
 """What labels pick that are no class, by how the name of their form begins."""
@@ -26,6 +27,8 @@ class Loss:
         logits: The form of the logits over both, before a soft cap.
         soft_cap: The bound of the logits; 0 for none.
         labels: The form of each row's label, an array or the row's own number.
+        other: The same of another label; empty if there is none.
+        share: The form of the share of the target that the other label has.
         times: What the loss of each row is multiplied by: a number, and perhaps weights
             of rows.
         params: Parameters of the op.
@@ -36,6 +39,8 @@ class Loss:
     logits: Poly
     soft_cap: float
     labels: Poly
+    other: Poly
+    share: Poly
     times: Poly
     params: Mapping[str, Any]
 
@@ -59,16 +64,22 @@ def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
     if alg.ids(logits) - {v} - set(rows):
         raise Refused("axes", "an axis of the logits is not one of the loss", score=0.3)
     diagonal = _diagonal(alg, form, rows, v, logits)
+    other, share, mixed = Poly(), Poly(), False
     if diagonal:
         labels, form, outside = *diagonal, "nan"
         picks = _Picks(alg, form, total)
     else:
         picks = _Picks(alg, form, total)
+        if both := two_labels(alg, form, picks.pick_of):
+            form, other, share, mixed = astuple(both)
+            picks = _Picks(alg, form, total)
         labels, outside = picks.labels(v)
     parts = picks.parts(bound)
     own, alike = parts["label"], parts["alike"]
     factor = own + alike if own else alike
     params: dict[str, Any] = {"outside": outside}
+    if mixed:
+        params["mixed"] = True
     if own:
         params["of_log_probabilities"] = True
         smoothing = alike / factor
@@ -90,7 +101,8 @@ def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
         if number:
             params[name] = number
     times = {(TRUE, weights): factor}
-    return Loss(rows, v, inner, abs(bound), labels, times, params)
+    target = labels, other, share
+    return Loss(rows, v, inner, abs(bound), *target, times, params)
 
 
 def _diagonal(
@@ -242,6 +254,35 @@ class _Picks:
         (((_, outside), label),) = found.items()
         return label, "nan" if fills else outside
 
+    def pick_of(self, atom: int) -> Pick | None:
+        """The labels by which an atom picks, if it does.
+
+        A fill is what a label picks that is no class.
+        """
+        alg = self.alg
+        if _is_fill(alg, atom):
+            return ((alg.thaw(alg.defs[atom][2]), "nan"),), 0b10
+        if alg.kind(atom) != "sum" or alg.defs[atom][2] == TRUE:
+            return None
+        names, flag = alg.defs[atom][1:3]
+        literals, table = alg.bools[flag]
+        pairs = len(literals) == 2 and all(alg.kind(a) == "eq" for a in literals)
+        try:
+            if pairs:
+                found = [self._equal(a) for a in literals]
+            else:
+                found, table = [self._label_of(flag, names)], 0b10
+        except Refused:
+            return None
+        filled = ((p, "nan" if self._fills(p) else outside) for p, outside in found)
+        return tuple(filled), table
+
+    def _fills(self, label: Poly) -> bool:
+        """Whether there is a fill for a label."""
+        alg = self.alg
+        atoms = {a for _, mono in self.form for a, _ in mono if _is_fill(alg, a)}
+        return any(alg.thaw(alg.defs[a][2]) == label for a in atoms)
+
     def _picks_one_class(self) -> bool:
         """Whether a logit of each row is taken at one place, as in `logs[:, 0]`."""
         alg = self.alg
@@ -284,7 +325,16 @@ class _Picks:
         plain = not others and table == 0b10
         if len(equal) != 1 or not (plain or others == {"ge"}):
             raise Refused("labels", "entries are picked by a mask", score=0.4)
-        outside, rest = "zero", alg.thaw(alg.defs[equal[0]][1])
+        return self._equal(equal[0])
+
+    def _equal(self, literal: int) -> tuple[Poly, str]:
+        """The label that a condition compares the class with, and what is no class.
+
+        Raises:
+            Refused: If labels are no array.
+        """
+        alg = self.alg
+        outside, rest = "zero", alg.thaw(alg.defs[literal][1])
         atoms = [a for _, mono in rest for a, _ in mono if alg.kind(a) != "iota"]
         if len(atoms) == 1 and alg.defs[atoms[0]][0] == "fn":
             name, inner = alg.defs[atoms[0]][1:3]

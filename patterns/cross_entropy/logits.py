@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rewriter.algebra.canonicalize import is_lossless
-from rewriter.algebra.normal_form import TRUE, Algebra, Monomial
+from rewriter.algebra.normal_form import TRUE, Algebra, Monomial, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.reading import Operand, Refused, operand
 from rewriter.patterns.cross_entropy.form import Loss
@@ -57,20 +57,30 @@ def logits_operand(alg: Algebra, loss: Loss) -> dict[str, Operand]:
         text = "the program never has the logits as one array"
         raise Refused("logits", text, score=0.3)
     rows = [(i,) for i in loss.rows]
-    return {
-        "logits": operand(loss.logits, *rows, (loss.v,)),
-        "labels": _labels(alg, loss),
-    }
+    logits = operand(loss.logits, *rows, (loss.v,))
+    return {"logits": logits, **_target(alg, loss)}
 
 
-def _labels(alg: Algebra, loss: Loss) -> Operand:
-    """Each row's label."""
-    if alg.ids(loss.labels) - set(loss.rows):
+def _target(alg: Algebra, loss: Loss) -> dict[str, Operand]:
+    """Each row's label, or two labels and the share of the second."""
+    found = {"labels": _labels(alg, loss, loss.labels)}
+    if not loss.other:
+        return found
+    if alg.ids(loss.share) - set(loss.rows):
+        raise Refused("labels", "an axis of the shares is not one of the loss")
+    rows, known = [(i,) for i in loss.rows], not alg.poly_leaves(loss.share)
+    share = operand(loss.share, *rows, dtype="float32" if known else None)
+    return found | {"other": _labels(alg, loss, loss.other), "share": share}
+
+
+def _labels(alg: Algebra, loss: Loss, labels: Poly) -> Operand:
+    """A label of each row."""
+    if alg.ids(labels) - set(loss.rows):
         raise Refused("labels", "an axis of the labels is not one of the loss")
-    ((_, mono),) = loss.labels
+    ((_, mono),) = labels
     own = any(alg.kind(a) == "iota" for a, _ in mono)
     rows = [(i,) for i in loss.rows]
-    return operand(loss.labels, *rows, dtype="int32" if own else None)
+    return operand(labels, *rows, dtype="int32" if own else None)
 
 
 def linear_operands(
@@ -97,7 +107,7 @@ def linear_operands(
     operands = {
         "x": operand({(TRUE, x): 1.0}, *rows, k),
         "w": operand({(TRUE, w): 1.0}, k, (loss.v,)),
-        "labels": _labels(alg, loss),
+        **_target(alg, loss),
     }
     if bias:
         if any(alg.term_ids(*t) != {loss.v} for t in bias):

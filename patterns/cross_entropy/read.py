@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,9 @@ ANCHORS = frozenset({"log"})
 MOVES = frozenset({
     "reshape", "broadcast_in_dim", "concatenate", "squeeze", "transpose", "expand_dims",
 })  # fmt: skip
+JOINS = frozenset({"concatenate"})
+"""What joins positions and labels to one index, and also rolls labels."""
+
 OF_BOTH = frozenset({"labels", "terms", "total", "masked", "budget", "rows"})
 """Reasons that have nothing to do with the product: they are told once."""
 
@@ -165,15 +169,18 @@ def _losses(find: Finder, anchor: Node) -> list[int]:
                 continue
             for out in node.outs:
                 shape = _long_axes(find, out)
-                if out in seen or len(shape) < len(rows):
+                if out in seen or not _may_have_rows(shape, rows):
                     continue
                 seen.add(out)
                 queue.append(out)
                 if node.prim in CUTS:
                     cuts.add(out)
-                if len(shape) == len(rows) and all(map(_is_part, shape, rows)):
+                if _is_flat(shape, rows) or (
+                    len(shape) == len(rows) and all(map(_is_part, shape, rows))
+                ):
                     found.append(out)
-    whole = {v for v in found if _long_axes(find, v) == rows}
+    alike = lambda shape: shape == rows or _is_flat(shape, rows)
+    whole = {v for v in found if alike(_long_axes(find, v))}
     if len(cuts) > 1:  # all rows stay computed for the others
         found = list(whole)
     return sorted(found, key=lambda v: (v in whole, v), reverse=True)
@@ -182,6 +189,20 @@ def _losses(find: Finder, anchor: Node) -> list[int]:
 def _long_axes(find: Finder, value: int) -> list[Any]:
     """The axes of a value that are not of size 1."""
     return [n for n in find.graph.shape(value) if n != 1]
+
+
+def _may_have_rows(shape: list[Any], rows: list[Any]) -> bool:
+    """Whether an array may have a number for each row, or for some of them."""
+    if len(shape) >= len(rows):
+        return True
+    known = all(isinstance(n, int) for n in (*shape, *rows))
+    return known and bool(shape) and math.prod(shape) >= math.prod(rows)
+
+
+def _is_flat(shape: list[Any], rows: list[Any]) -> bool:
+    """Whether an array has the rows along fewer axes."""
+    known = all(isinstance(n, int) for n in (*shape, *rows))
+    return known and len(shape) < len(rows) and math.prod(shape) == math.prod(rows)
 
 
 def _is_part(size: Any, whole: Any) -> bool:
@@ -232,6 +253,8 @@ def _read(
     rules: tuple[dict[str, Any], ...] = ()
     if params.get("of_log_probabilities") and params["outside"] == "zero":
         rules = ({"whole_slopes": True},)
+    if "other" in operands and not params.get("mixed"):
+        rules += ({"mixed": True},)
     return Reading(
         op,
         find.algebra,
@@ -362,8 +385,8 @@ def _above(find: Finder, value: int) -> _Above:
             labels |= _index_values(find, node.ins[1])
             ins = node.ins[:1]
         elif node.prim == "eq" and jnp.issubdtype(g.dtype(node.ins[0]), jnp.integer):
-            labels |= _index_values(find, node.ins[0])
-            labels |= _index_values(find, node.ins[1])
+            for i in node.ins:
+                labels |= _index_values(find, i, MOVES - JOINS)
             continue
         elif _weighs(find, node):
             sums.update(node.outs)
@@ -372,7 +395,16 @@ def _above(find: Finder, value: int) -> _Above:
         new = [i for i in ins if i not in seen and i not in g.constants]
         seen.update(new)
         queue += new
+    numbers -= {n for n in numbers if _rest_of_one(find, n) in seen}
     return _Above(*map(frozenset, (picks, sums, labels, numbers)))
+
+
+def _rest_of_one(find: Finder, number: int) -> int | None:
+    """The number q of one that is ``1 - q``, as the shares of two labels are."""
+    node = find.graph.node_of(number)
+    if node is None or node.prim != "sub" or find.number(node.ins[0]) != 1:
+        return None
+    return node.ins[1]
 
 
 def _is_computed(find: Finder, value: int) -> bool:
@@ -396,14 +428,14 @@ def _weighs(find: Finder, node: Node) -> bool:
     return [len(left) + len(batch), len(right) + len(other)] == shapes
 
 
-def _index_values(find: Finder, value: int) -> set[int]:
+def _index_values(find: Finder, value: int, moves: Set[str] = MOVES) -> set[int]:
     """Integers that indices are made of, below layout: not positions."""
     g, found = find.graph, set()
     queue = [value]
     while queue:
         value = queue.pop()
         node = g.node_of(value)
-        if node is not None and node.prim in MOVES:
+        if node is not None and node.prim in moves:
             queue += node.ins
         elif not _is_position(find, value):
             found.add(value)

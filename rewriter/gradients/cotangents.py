@@ -192,10 +192,17 @@ def reduces(graph: Graph, match: Match) -> bool:
     """Whether a result is smaller than every array that it is made of, as a loss is.
 
     Its cotangent may meet the region in a sum with multiples of itself. What the result
-    is multiplied by does not count.
+    is multiplied by does not count, nor do operands with a number for each row.
     """
     alg, times = match.reading.algebra, match.reading.times or {}
-    factors = {n for a in alg.poly_leaves(times) for n in values_named(alg.defs[a][1])}
+    leaves = alg.poly_leaves(times).union(
+        *(
+            given.leaves(alg)
+            for name, given in match.reading.operands.items()
+            if match.op.dims.get(name) == match.op.out == "..."
+        )
+    )
+    factors = {n for a in leaves for n in values_named(alg.defs[a][1])}
     floats = (
         v for n, v in match.leaves if is_float(graph.dtype(v)) and n not in factors
     )

@@ -42,10 +42,16 @@ def inputs(n: int, k: int, v: int) -> tuple[jax.Array, ...]:
     return jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), labels
 
 
-def measured(program: Any, values: tuple[jax.Array, ...], pairs: int) -> dict[str, Any]:
-    """Times of a program in both forms, and what it needs in memory."""
-    forms = {"original": jax.jit(program)}
-    forms["rewritten"] = jax.jit(rewriter.optimize(program, implementation=FORCED))
+def both_forms(program: Any) -> dict[str, Any]:
+    """A program as written and as rewritten."""
+    fast = rewriter.optimize(program, implementation=FORCED)
+    return {"original": jax.jit(program), "rewritten": jax.jit(fast)}
+
+
+def measured(
+    forms: dict[str, Any], values: tuple[jax.Array, ...], pairs: int
+) -> dict[str, Any]:
+    """Times of a program in some forms, in turn, and what they need in memory."""
     compiled = {n: f.lower(*values).compile() for n, f in forms.items()}
     times: dict[str, list[tuple[float, float]]] = {n: [] for n in forms}
     for _ in range(pairs + 1):
@@ -85,7 +91,7 @@ def main() -> None:
         values = inputs(*shape)
         programs = {"forward": loss, "gradient": jax.value_and_grad(loss, (0, 1))}
         for mode, program in programs.items():
-            row = measured(program, values, given.pairs)
+            row = measured(both_forms(program), values, given.pairs)
             rows.append({"rows, k, v": shape, "mode": mode, **row})
             for name in ("original", "rewritten"):
                 figures = row[name]

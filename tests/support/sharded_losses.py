@@ -79,7 +79,21 @@ def ignoring(y: Any, labels: Any) -> Any:
     return jnp.where(labels >= 0, of_totals(y, labels), 0)
 
 
+def two_labels(y: Any, labels: Any) -> Any:
+    """Each row's label, and the next one's."""
+    return 0.3 * of_totals(y, labels) + 0.7 * of_totals(y, jnp.roll(labels, 1, 1))
+
+
+def mixed(y: Any, labels: Any) -> Any:
+    """One-hot rows of two labels, with a share for each row, and smoothed."""
+    share = (labels.astype("float32") / V)[..., None]
+    hot = lambda a: jax.nn.one_hot(a, V)
+    target = share * hot(labels) + (1 - share) * hot(jnp.roll(labels, 1, 1))
+    return -((0.9 * target + 0.1 / V) * jax.nn.log_softmax(y)).sum(-1)
+
+
 LOSSES = (picked, of_totals, one_hot, smoothed, with_z, padded, ignoring)
+LOSSES += (two_labels, mixed)
 
 
 BY_CLASS, BY_ROW = P(None, "model"), P("data")
@@ -155,6 +169,8 @@ CASES = (
     Case(of_totals, given=True, w=CLASSES),
     Case(smoothed, given=True, w=CLASSES, brief=True),
     Case(padded, given=True, w=CLASSES),
+    Case(two_labels, high, w=ALL, rows=P(), over="v over data and model"),
+    Case(mixed, given=True, w=CLASSES),
 )  # fmt: skip
 
 

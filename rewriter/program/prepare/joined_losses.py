@@ -6,7 +6,9 @@
 
 Each term of such a loss is the mean of an array over the same rows. If these arrays are
 made of the same logits, the loss of each row is their sum, which no value of the
-program is. Sums whose numbers are read elsewhere too stay as they are.
+program is. Sums whose numbers are read elsewhere too stay as they are. Of two terms one
+may be multiplied by a number q of the program and the other by ``1 - q``, as of two
+labels of each row.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from rewriter import _jax
 from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import Equations, live
 from rewriter.program.loops import inserted
+from rewriter.program.prepare import shares_of_cotangents
 
 log = logging.getLogger("rewriter.joined_losses")
 
@@ -50,12 +53,14 @@ class Term:
         number: What it is multiplied by.
         factors: Numbers of the program that it is multiplied by, and their powers.
         summed: Whether the atom is an array of rows.
+        share: A factor of its own, which the others of its group do not have; or None.
     """
 
     atom: Any
     number: float = 1.0
     factors: tuple[tuple[Any, int], ...] = ()
     summed: bool = False
+    share: Any = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ def _joined(body: Any) -> Any:
             groups = _groups(known, _terms(known, eqn.outvars[0], known.end + 1))
             if any(len(g) > 1 for g in groups):
                 try:
-                    new[position] = _written(known, eqn, groups)
+                    new |= {position: _written(known, eqn, groups)}
+                    new |= _cotangents(known, groups)
                 except Exception as why:  # JAX has no rule for their placement
                     log.debug("sums stay apart: %s", why)
     if not new:
@@ -102,6 +108,18 @@ def _joined(body: Any) -> Any:
     eqns = [e for k, old in enumerate(body.eqns) for e in new.get(k, (old,))]
     outs = getattr(body, "jaxpr", body).outvars
     return _jax.with_equations(body, live(eqns, outs)[0], outs)
+
+
+def _cotangents(
+    known: Equations, groups: Sequence[Sequence[Term]]
+) -> dict[int, list[Any]]:
+    """New equations of cotangents of terms with shares, by position."""
+    found: dict[int, list[Any]] = {}
+    for group in groups:
+        shares = [t.share for t in group if t.share is not None]
+        if shares:
+            found |= shares_of_cotangents.split(known, shares, group[0].atom.aval.shape)
+    return found
 
 
 def _is_sum(eqn: Any) -> bool:
@@ -178,9 +196,16 @@ def _groups(known: Equations, terms: Sequence[Term]) -> list[list[Term]]:
             logits[id(term)] = _larger(known, term.atom)
         for group in groups if joined else ():
             first = group[0]
-            alike = id(first) in logits and _kind(known, first) == _kind(known, term)
-            if alike and not logits[id(first)].isdisjoint(logits[id(term)]):
+            own = logits.get(id(first), set())
+            if own.isdisjoint(logits[id(term)]):
+                continue
+            if _kind(known, first) == _kind(known, term):
                 group.append(term)
+                break
+            pair = _shares(known, first, term) if len(group) == 1 else None
+            if pair is not None:
+                logits[id(pair[0])] = logits[id(first)]
+                group[:] = pair
                 break
         else:
             groups.append([term])
@@ -192,6 +217,33 @@ def _kind(known: Equations, term: Term) -> Any:
     aval = term.atom.aval
     powers = sorted((_text(known, f), power) for f, power in term.factors)
     return powers, [n for n in aval.shape if n != 1], aval.dtype
+
+
+def _shares(known: Equations, one: Term, other: Term) -> tuple[Term, Term] | None:
+    """Two terms with factors q and ``1 - q`` of their own, if they have; or None."""
+    for q, power in one.factors:
+        for p, same in other.factors:
+            pair = _is_rest(known, q, p) or _is_rest(known, p, q)
+            if not pair or power != 1 or same != 1:
+                continue
+            made = _with_share(one, q), _with_share(other, p)
+            if _kind(known, made[0]) == _kind(known, made[1]):
+                return made
+    return None
+
+
+def _with_share(term: Term, share: Any) -> Term:
+    """A term with one of its factors as its share."""
+    others = tuple(f for f in term.factors if f[0] is not share)
+    return replace(term, share=share, factors=others)
+
+
+def _is_rest(known: Equations, whole: Any, rest: Any) -> bool:
+    """Whether a number is what another one leaves of 1."""
+    eqn = None if _jax.is_literal(rest) else known.maker(rest)
+    if eqn is None or eqn.primitive.name != "sub" or eqn.invars[1] is not whole:
+        return False
+    return _jax.is_literal(eqn.invars[0]) and float(eqn.invars[0].val) == 1
 
 
 def _text(known: Equations, atom: Any, depth: int = DEEP) -> str:
@@ -242,6 +294,7 @@ def _written(known: Equations, eqn: Any, groups: Sequence[Sequence[Term]]) -> li
         for g, w in zip(groups, wheres, strict=True)
     ]
     atoms = [t.atom for g in groups for t in g]
+    atoms += [t.share for g in groups for t in g if t.share is not None]
     atoms += [f for g in groups for f, _ in g[0].factors]
     atoms += [w.condition for w in wheres if w is not None]
     named = list({id(a): a for a in atoms if not _jax.is_literal(a)}.values())
@@ -317,9 +370,10 @@ def _is_zero(known: Equations, atom: Any, given: Given) -> bool:
 def _value(group: Sequence[Term], where: Where | None, read: Any) -> Any:
     """The sum of a group of terms."""
     first, *others = group
-    total = read(first.atom)
+    of = lambda t: read(t.atom) if t.share is None else read(t.share) * read(t.atom)
+    total = of(first)
     for term in others:
-        rows, shape = read(term.atom), first.atom.aval.shape
+        rows, shape = of(term), first.atom.aval.shape
         rows = rows if rows.shape == shape else jnp.reshape(rows, shape)
         total = total + term.number / first.number * rows
     if where is not None:

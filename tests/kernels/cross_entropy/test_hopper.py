@@ -212,10 +212,11 @@ def check_loss(how: dict[str, Any], given: Any, config: Chunk, limit: float) -> 
     """Losses and gradients, together and one after the other, against float64."""
     kernel = registry().kernel("linear_cross_entropy", "hopper")
     op, up = kernel_op(), jnp.linspace(0.1, 1, given["labels"].size)
-    floats = {n: a for n, a in given.items() if n != "labels"}
-    labels, more = given["labels"], {"config": config, **how}
+    floats = {n: a for n, a in given.items() if n in ("x", "w", "bias")}
+    rest = {n: a for n, a in given.items() if n not in floats}
+    more = {"config": config, **how}
     made = jax.jit(
-        lambda floats: kernel.together(**floats, labels=labels, cotangent=up, **more)
+        lambda floats: kernel.together(**floats, **rest, cotangent=up, **more)
     )(floats)
     alone, saved = kernel.forward(**given, residuals=True, **more)
     later = kernel.backward(
@@ -223,7 +224,7 @@ def check_loss(how: dict[str, Any], given: Any, config: Chunk, limit: float) -> 
     )  # the plain kernel's, from the sums
     with jax.enable_x64(True):
         wide = {n: jnp.asarray(a, jnp.float64) for n, a in floats.items()}
-        of = lambda floats: op.reference(**floats, labels=labels, **how)
+        of = lambda floats: op.reference(**floats, **rest, **how)
         want, back = jax.vjp(of, wide)
         (wanted,) = back(jnp.asarray(up, jnp.float64))
         want, wanted = np.asarray(want), {n: np.asarray(g) for n, g in wanted.items()}
@@ -272,6 +273,23 @@ def with_bias(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
     bias = jax.random.normal(jax.random.key(3), (v,)).astype(x.dtype)
     hidden = jnp.setdiff1d(jnp.arange(v), given["labels"])[5]
     return {**given, "bias": bias.at[hidden].set(-INF)}
+
+
+@pytest.mark.parametrize("loss", ["plain", "all terms", "zero outside"])
+def test_two_labels_simulated(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows have one class twice, and some a label that is no class."""
+    on_the_simulator(monkeypatch)
+    given = with_another_label(drawn(8, 4, 1037, "float32"))
+    outside = {"outside": "zero", **LOSSES[loss]}
+    config = Chunk(4 * 1152 * 4, 4, True, 128, True)
+    check_loss(outside, given, config, 2e-5)
+
+
+def with_another_label(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    labels = given["labels"]
+    other = jnp.roll(labels, 1).at[3:5].set(labels[3:5])
+    share = jnp.linspace(0, 1, labels.size, dtype=jnp.float32)
+    return given | {"other": other, "share": share}
 
 
 @pytest.mark.parametrize("beside", [0, 2])
@@ -323,6 +341,7 @@ def test_losses(loss: str, dtype: str) -> None:
     limit = 2e-2 if dtype == "bfloat16" else 2e-3
     with jax.default_matmul_precision("highest"):
         check_loss(LOSSES[loss], given, config, limit)
+        check_loss(LOSSES[loss], with_another_label(given), config, limit)
 
 
 @pytest.mark.gpu

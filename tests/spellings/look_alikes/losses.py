@@ -93,10 +93,10 @@ def _(x, w, labels):
     return jax.nn.logsumexp(y[..., 1:], -1) - take(y, labels)
 
 
-@no_loss("two_labels", "two logits are picked")
+@no_loss("two_whole_labels", "two logits are subtracted, and one log-sum-exp is there")
 def _(x, w, labels):
     y = x @ w
-    return jax.nn.logsumexp(y, -1) - (take(y, labels) + take(y, labels[::-1])) / 2
+    return jax.nn.logsumexp(y, -1) - (take(y, labels) + take(y, labels[::-1]))
 
 
 @no_loss("margin", "the label's logit has no margin, and that in the sum has one")
