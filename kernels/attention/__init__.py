@@ -54,7 +54,7 @@ _BY_TILES = {x.op: in_float32(x) for x in (xla.KERNEL, with_score.KERNEL)}
 """Kernels that weigh hidden keys, by op."""
 
 _WEIGHS = hopper.KERNEL, hopper_scored.KERNEL
-"""Others whose forward does."""
+"""Others that do."""
 
 
 def _complete(kernel: Kernel) -> Kernel:

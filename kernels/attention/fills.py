@@ -8,7 +8,7 @@ as the fill, no such row can be, and kernels drop hidden keys. Else attention by
 computes the site with the fill as the score of hidden keys.
 
 A condition around a kernel makes a GPU wait for its host. The kernel of Hopper GPUs
-does without one in its forward pass: it gets what was found as an operand.
+does without one: it gets what was found as an operand.
 """
 
 from __future__ import annotations
@@ -40,13 +40,8 @@ FILL = "fill"
 PASSES = "fill_passes"
 """The op's parameter: whether it is added to their scores, and not chosen."""
 
-REACHES, IS_SMALL = "reaches", "is_small"
-"""Of kernels that weigh hidden keys: whether they are to, bool [1], and whether no
-log-sum-exp is `LARGE`."""
-
-LARGE = 1000.0
-"""Such log-sum-exps are computed by tiles: that of a fill does not show how many keys
-there are."""
+REACHES = "reaches"
+"""Given to kernels that weigh hidden keys: whether they are to, bool [1]."""
 
 ADDED = ("bias", "alibi", *ARRAYS, *TABLES)
 """Operands that may make scores infinite."""
@@ -63,7 +58,7 @@ def with_fills(kernel: Kernel, by_tiles: Kernel | None, weighs: bool = False) ->
     Args:
         kernel: The kernel.
         by_tiles: One of the same op that takes the parameter; None if there is none.
-        weighs: Whether its forward takes the parameter too; else it drops hidden keys.
+        weighs: Whether it takes the parameter too; else it drops hidden keys.
     """
     if by_tiles is None or (kernel.backward and not kernel.traits.merges):
         limits = kernel.limits
@@ -99,8 +94,7 @@ def with_fills(kernel: Kernel, by_tiles: Kernel | None, weighs: bool = False) ->
             return grads | ({"joined": join(grads, joined)} if joined else {})
 
         if weighs:
-            large = jnp.any(jnp.isfinite(saved[0]) & (jnp.abs(saved[0]) > LARGE))
-            return either(large, lambda: second(**given, **{IS_SMALL: True}), again)
+            return second(**given, **own, **{REACHES: may_reach(given, fill)[None]})
         return either(may_reach(given, fill), lambda: second(**given), again)
 
     backward = functools.wraps(second)(backward) if second else None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.by_entry import by_entry
-from rewriter.kernels.attention.fills import IS_SMALL
+from rewriter.kernels.attention.fills import REACHES
 from rewriter.kernels.attention.hopper.backward_config import (
     BackwardTiles as BackwardTiles,
 )
@@ -171,7 +171,7 @@ def backward(**given: Any) -> dict[str, Array]:
     """
     given.pop(PARAM, None)  # gradients are as exact as q
     given.pop(PRECISION, None)
-    small = {IS_SMALL: given.pop(IS_SMALL, False)}
+    reaches = {REACHES: given.pop(REACHES)} if REACHES in given else {}
     joined = given.pop("joined", {})
     whole = _with_widths(given, ("q", "k", "v", "out", "cotangent"))
     given.pop("packed", None)
@@ -187,7 +187,7 @@ def backward(**given: Any) -> dict[str, Array]:
 
     if joined and all(whole[name] is given[name] for name in "qkv"):
         whole["joined"] = joined
-    grads = backward_kernel.backward(**whole | small | {"config": config})
+    grads = backward_kernel.backward(**whole | reaches | {"config": config})
     own = grads.keys() & set("qkv")
     grads |= {name: grads[name][..., : given[name].shape[3]] for name in own}
     left = {"bias", "alibi"} & given.keys() - grads.keys()

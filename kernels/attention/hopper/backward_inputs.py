@@ -39,11 +39,13 @@ class Side:
         problem: What is known while tracing.
         arrays: The kernel's arrays by name.
         masks: What hides columns from rows, as these scores lie.
+        reaches: Whether rows may weigh hidden keys, bool [1]; None if they never do.
     """
 
     problem: Problem
     arrays: dict[str, Any]
     masks: Masks
+    reaches: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,10 @@ def inputs_of(
     numbers, up = use.numbers(), cotangent.astype(use.q.dtype)
     each = up.astype(jnp.float32) * out.astype(jnp.float32)
     delta = each.sum(-1).swapaxes(1, 2)  # one fused reduction, where no dot is one
-    terms, extra = terms_of(*use.lengths, **use.extra)
+    hidden = use.hidden()
+    terms, extra = terms_of(
+        *use.lengths, hidden=hidden, fill_passes=use.fill_passes, **use.extra
+    )
     extra.pop("sinks", None)
     empty = lse == -jnp.inf
     if use.empty_rows in ZERO:  # cotangents of padding are dropped
@@ -85,10 +90,12 @@ def inputs_of(
     if is_halved(use.q.dtype):
         wide = {name: split(x) for name, x in wide.items()}
     named = wide | rows | numbers
+    if use.fill is not None:
+        named["fills"] = hidden.reshape(1)
     masks = use.masks
     return Inputs(
-        with_reach(Side(of_keys, named | extra_turned, masks.transposed)),
-        with_reach(Side(of_queries, named | extra, masks)),
+        with_reach(Side(of_keys, named | extra_turned, masks.transposed, use.reaches)),
+        with_reach(Side(of_queries, named | extra, masks, use.reaches)),
         empty,
         delta,
     )
@@ -105,8 +112,7 @@ def _of_rows(
     """The numbers of queries that kernels read, as [b, n, whole blocks of t]."""
     unit, rest = (1.0 if terms.natural else LOG2E), None
     if terms.unbounded:
-        none = jnp.zeros_like(lse)
-        lse, rest = (lse, none) if use.is_small else _split(use, lse)
+        lse, rest = _split(use, lse)
     rows = {
         "lse": _padded(jnp.where(empty, jnp.inf, lse * unit), config, LARGEST),
         "delta": _padded(delta_of(use, empty, delta), config, 0.0),
@@ -128,6 +134,7 @@ def _problems(
         "programs": config.programs, "stages": config.stages,
         "warpgroups": config.warpgroups, "claimed": config.claimed,
         "halves": is_halved(use.q.dtype), "ahead": config.ahead,
+        "chosen": None if use.fill_passes else use.fill,
     }  # fmt: skip
     parts = key_parts(use, config)
     of_keys = Problem(
@@ -173,6 +180,7 @@ def with_reach(side: Side) -> Side:
     )
     if reach is None:
         return side
+    reach = block_masks.every(reach, -(-p.mask.s // p.block), side.reaches)
     return replace(side, arrays=side.arrays | {"reach": reach})
 
 

@@ -172,6 +172,7 @@ class OfKeys(Kernel):
             change = lax.optimization_barrier(changes[...])
             panels.add_rows(dv, self.operand(weights), x["g"].at[slot])
             change = steep * (change - self.across("delta", slot, shape))
+            change = self.chosen(change, self.across("lse", slot, shape))
             change = self.operand(self.only_seen(change, steep, seen))
             panels.add_rows(dk, change, x["q"].at[slot])
             made = dk[...], dv[...]
@@ -273,6 +274,7 @@ class _Weights(Divided):
             found, steep = self.scores(tile, found, j, slot, step, seen)
             rest = self.across("rest", slot, shape)
             found, passed = self.both(found, steep, lse, rest, seen)
+            passed = self.chosen(passed, lse)
             weights, passed = lax.optimization_barrier(
                 (found.astype(dtype), passed.astype(dtype))
             )

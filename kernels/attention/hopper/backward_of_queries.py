@@ -131,6 +131,7 @@ class OfQueries(Kernel):
                 change, total = self.averaged_changes(j, change, plain, weights, delta)
             else:
                 change = weights * (change - pallas.along(delta, shape))
+                change = self.chosen(change, wide[0])
             panels.add_rows(dq, self.operand(change), x["k"].at[slot])
             made = dq[...]
             plgpu.barrier_arrive(x["free"].at[slot])

@@ -85,6 +85,7 @@ class OfColumns(_Sums, OfKeys):
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             change = weights * (change - self.across("delta", slot, shape))
+            change = self.chosen(change, self.across("lse", slot, shape))
             change = self.only_seen(change, weights, seen)
             plgpu.barrier_arrive(x["free"].at[slot])
             return carry + pallas.by_eights(change)
@@ -158,4 +159,4 @@ class OfSlopes(_Sums, OfQueries):
         sums = moved - change * away
         if self.p.mask.may_be_empty:
             sums = jnp.where(carry[1] == jnp.inf, 0.0, sums)
-        self.put_sums(tile, sums)
+        self.put_sums(tile, self.chosen(sums, carry[1]))

@@ -129,7 +129,10 @@ class OfTables(OfQueries):
         each, heads = -(-p.members // p.splits), p.heads // p.entries[1]
         first = split * each
         last = least(first + each, jnp.int32(p.members))
-        last = jnp.where(p.seen(i, j), last, first)
+        seen = p.seen(i, j)
+        if p.mask.weighs:
+            seen = seen | (pallas.scalar(self.given["fills"], 0) > -jnp.inf)
+        last = jnp.where(seen, last, first)
 
         def member(m: Any, carry: Any) -> Any:
             more, other = self.parts_of(m, heads)
@@ -224,7 +227,8 @@ class OfTables(OfQueries):
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             plgpu.barrier_arrive(x["free"].at[slot])
-            return self.only_seen(weights * (change - delta), weights, seen)
+            change = self.chosen(weights * (change - delta), lse)
+            return self.only_seen(change, weights, seen)
 
         two = (plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
         return pl.run_scoped(products, *two)

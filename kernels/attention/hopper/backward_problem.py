@@ -51,6 +51,7 @@ class Problem:
         averages: How rows without keys weigh keys, if they pass something back.
         halves: Whether operands are float32, in two parts.
         ahead: Tiles whose resident arrays shared memory holds.
+        chosen: The fill that a program chooses for hidden keys, which rows may weigh.
     """
 
     b: int
@@ -76,6 +77,7 @@ class Problem:
     averages: Averages | None = None
     halves: bool = False
     ahead: int = 1
+    chosen: float | None = None
 
     @property
     def tiles(self) -> Callable[..., Any]:

@@ -261,7 +261,7 @@ class Kernel(abc.ABC):
         if p.terms.slopes:
             found = self.sloped(tile, found, j, step)
         hides = part or not self.classed
-        found = p.terms.added(found, self.memory, slot, mine, hides)
+        found = p.terms.added(found, self.memory, slot, mine, hides, tile.fill)
         return (self.hidden(tile, found, j) if part else found), steep
 
     @property
@@ -297,6 +297,19 @@ class Kernel(abc.ABC):
         masked = p.terms.masks and (part if self.classed else not self.shows)
         placed = part and (p.mask.hides or "lengths" in self.given)
         return jnp.where(weights == 0.0, 0.0, changes) if masked or placed else changes
+
+    def chosen(self, changes: Array, lse: Any) -> Array:
+        """Returns changes of scores, 0 in queries that weigh hidden keys alone.
+
+        The program chooses a number for these, and other keys weigh nothing.
+
+        Args:
+            changes: float32 [64, block].
+            lse: The queries' log-sum-exps, as wide.
+        """
+        if self.p.chosen is None:
+            return changes
+        return jnp.where(lse <= self.p.chosen / 2, 0.0, changes)
 
     def of_seen(self, tile: Tile, carry: Any) -> Any:
         """Returns the sums over what rows see, without what must not count."""
@@ -395,6 +408,10 @@ class Kernel(abc.ABC):
         if tile.length is not None and not mask.lengths:
             row = pallas.row_positions(64) + tile.mine
             last = jnp.where(row < pallas.rows(tile.length), last, -1)
+        if value is None and tile.fill is not None:
+            fill, end = pallas.zeros((64,)) + tile.fill, pallas.rows(mask.s - 1 - start)
+            passes = self.p.terms.fill_passes
+            return pallas.hide(scores, first, last, fill, end, passes)
         if value is None:
             return pallas.hide(scores, first, last)
         fill, end = pallas.zeros((64,), value), pallas.rows(self.p.block)
@@ -430,9 +447,22 @@ class Tile:
         self.prefix = None
         if "prefixes" in kernel.given:
             self.prefix = pallas.scalar(kernel.given["prefixes"], self.b)
+        self.fill: Any = None
+        """The score of hidden keys, if there may be rows that weigh them."""
+        every = None
+        if p.mask.weighs:
+            self.fill = pallas.scalar(kernel.given["fills"], 0)
+            every = self.fill > -jnp.inf
         turned = {"early" if kernel.sign < 0 else "prefix": self.prefix}
         self.range = blocks_of(
-            p.mask, self.first, p.rows, p.block, self.offset, limit, **turned
+            p.mask,
+            self.first,
+            p.rows,
+            p.block,
+            self.offset,
+            limit,
+            **turned,
+            every=every if p.mask.hides else None,
         )
         if "reach" in kernel.given:
             table = kernel.given["reach"]

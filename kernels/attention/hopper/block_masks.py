@@ -213,6 +213,20 @@ def table(
     return reach(masks.classes(tile, block, group), b, tiles, blocks)
 
 
+def every(table: Array, blocks: int, wanted: Array | None) -> Array:
+    """Returns a table in which all tiles read all blocks, in part, if that is wanted.
+
+    Args:
+        table: As `reach` gives it.
+        blocks: Blocks of columns.
+        wanted: bool [1]; None if it is not asked.
+    """
+    if wanted is None:
+        return table
+    whole = jnp.asarray([0, 0, 0, blocks], table.dtype)
+    return jnp.where(wanted[0], whole, table)
+
+
 def within(r: Range, start: Any, whole: Any, part: Any, end: Any) -> Range:
     """Intersects a range with a table's entry; at least one block is read.
 

@@ -195,9 +195,7 @@ def _run(
         swapped: As in `forward`.
     """
     b, t, n, _ = use.q.shape
-    hidden = jnp.float32(-jnp.inf)
-    if use.fill is not None:
-        hidden = jnp.where(use.reaches[0], use.fill, hidden).astype(jnp.float32)
+    hidden = use.hidden()
     terms, arrays = terms_of(
         *use.lengths, hidden=hidden, fill_passes=use.fill_passes, **use.extra
     )
@@ -228,11 +226,9 @@ def _named(p: _Problem, use: Use, extra: dict[str, Array]) -> dict[str, Array]:
     found = block_masks.table(
         p.b, *use.lengths, p.config.rows, p.config.block_kv, use.masks
     )
-    if found is not None and use.fill is not None:
-        every = jnp.asarray([0, 0, 0, -(-use.lengths[1] // p.config.block_kv)])
-        found = jnp.where(use.reaches[0], every.astype(found.dtype), found)
     if found is not None:
-        named["reach"] = found
+        blocks = -(-use.lengths[1] // p.config.block_kv)
+        named["reach"] = block_masks.every(found, blocks, use.reaches)
     if p.mask.mean and p.mask.more:
         more = p.e - use.v.shape[3]
         mean = use.v.astype(jnp.float32).mean(1)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from rewriter.kernels.attention import hopper, xla
 from rewriter.kernels.attention.empty_rows import PASSES
 from rewriter.kernels.attention.estimate import of_xla
-from rewriter.kernels.attention.fills import IS_SMALL
+from rewriter.kernels.attention.fills import REACHES
 from rewriter.kernels.attention.hopper import short
 from rewriter.kernels.attention.hopper.backward_config import (
     first_fitting_backward,
@@ -152,9 +152,7 @@ def backward(**given: Any) -> dict[str, Array]:
     Those of arrays are added up tile by tile, those of tables as in `of_tables`.
     Compilers drop gradients that nobody asks for.
     """
-    as_written = {
-        n: x for n, x in given.items() if n not in ("config", PARAM, IS_SMALL)
-    }
+    as_written = {n: x for n, x in given.items() if n not in ("config", PARAM, REACHES)}
     sizes = [filled_backward(given[x].shape[3]) for x in "qv"]
     applied = _given(given)
     extra = extra_of(hopper.flat(applied))

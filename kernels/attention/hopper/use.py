@@ -68,7 +68,6 @@ class Use:
             `rewriter.kernels.attention.fills`.
         fill_passes: Whether it is the least of that and their own.
         reaches: Whether rows may weigh hidden keys, a bool that is known at run time.
-        is_small: Whether no log-sum-exp is so large that its digits are lost.
         out_dtype: q's, or float32.
         weights: Whether v is multiplied with twice the digits of q's dtype, where not
             None; see `rewriter.kernels.attention.weights`.
@@ -104,7 +103,6 @@ class Use:
     fill: float | None = None
     fill_passes: bool = False
     reaches: Array | None = None
-    is_small: bool = False
     out_dtype: str | None = None
     weights: str | None = None
     score: Score | None = None
@@ -169,6 +167,13 @@ class Use:
             (self.kv_positions, *ends) if any(x is not None for x in ends) else None,
         )
 
+    def hidden(self) -> Array:
+        """Returns the scores of hidden keys, float32: the fill, or -inf."""
+        nothing = jnp.float32(-jnp.inf)
+        if self.fill is None or self.reaches is None:
+            return nothing
+        return jnp.where(self.reaches[0], self.fill, nothing).astype(jnp.float32)
+
     def numbers(self) -> dict[str, Array]:
         """Returns what is known of positions at run time, int32 [b] each, by name."""
         given = {
@@ -206,4 +211,5 @@ class Use:
         return Mask(
             s, t, right, left, -self.shift, offsets=self.offset is not None,
             more=hides, prefixes=self.prefix is not None,
+            weighs=self.fill is not None,
         )  # fmt: skip
