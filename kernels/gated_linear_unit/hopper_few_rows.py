@@ -18,7 +18,7 @@ from jax import lax
 
 from rewriter.kernels.gated_linear_unit import stored
 from rewriter.kernels.gated_linear_unit.branches import refused_addends
-from rewriter.kernels.gated_linear_unit.hopper_stored import Steps, steps_of
+from rewriter.kernels.gated_linear_unit.hopper_stored import Steps, arrays_of, steps_of
 from rewriter.kernels.gated_linear_unit.op import STORED
 from rewriter.kernels.gated_linear_unit.stored_form import ADDED
 from rewriter.kernels.quantized_dot import few_rows
@@ -221,14 +221,12 @@ def forward(
     assert how is not None
     names = [name for name, _ in how.within.dtypes]
     steps = tuple((s, names.index(v) if v in names else v) for s, v in how.within.steps)
-    f = w_gate.shape[1] // (1 if halves is None else 2)
     gate = w_gate, w_gate_scale, w_gate_zero
-    up = gate if w_up is None else (w_up, w_up_scale, w_up_zero)
-    firsts = {None: (0, 0), "gate_up": (0, f), "up_gate": (f, 0)}[halves]
+    f, arrays = arrays_of(gate, (w_up, w_up_scale, w_up_zero), halves)
     biased = b_gate is not None or b_up is not None
     branches = tuple(
-        _branch(how, f, first, *own, bias, biased)
-        for own, first, bias in zip((gate, up), firsts, (b_gate, b_up), strict=True)
+        _branch(how, f, *own, bias, biased)
+        for own, bias in zip(arrays, (b_gate, b_up), strict=True)
     )
     behind = [("*", 0)] if how.behind else []
     behind += [("+", len(behind))] if biased else []

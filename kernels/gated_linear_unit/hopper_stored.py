@@ -190,14 +190,11 @@ def forward(
     assert how is not None
     names = [name for name, _ in how.within.dtypes]
     steps = [(s, names.index(v) if v in names else v) for s, v in how.within.steps]
-    f = w_gate.shape[1] // (1 if halves is None else 2)
-
     gate = w_gate, w_gate_scale, w_gate_zero
-    up = gate if w_up is None else (w_up, w_up_scale, w_up_zero)
-    firsts = {None: (0, 0), "gate_up": (0, f), "up_gate": (f, 0)}[halves]
+    f, arrays = arrays_of(gate, (w_up, w_up_scale, w_up_zero), halves)
     branches = [
-        _branch(how, f, first, *own, bias)
-        for own, first, bias in zip((gate, up), firsts, (b_gate, b_up), strict=True)
+        _branch(how, f, *own, bias)
+        for own, bias in zip(arrays, (b_gate, b_up), strict=True)
     ]
     joining |= {"slopes": (), "slopes_up": ()}  # of derivatives
     join = functools.partial(combine, **joining, activations=ON_HOPPER)
@@ -209,6 +206,29 @@ def forward(
     )  # fmt: skip
     out = out.reshape(*x.shape[:-1], f)
     return (out, ()) if residuals else out
+
+
+Stored = tuple[Any, Any, Any]
+"""A stored matrix, its scales and its zero points; None for what there is not."""
+
+
+def arrays_of(
+    gate: Stored, up: Stored, halves: str | None
+) -> tuple[int, list[tuple[int, Any, Any, Any]]]:
+    """Returns the columns of a branch, and the arrays of both branches.
+
+    Args:
+        gate: The gate's; those of both branches if `halves` says so.
+        up: Those of the other branch.
+        halves: The order of branches in the gate's matrix, or None.
+
+    Returns:
+        The columns, and for each branch the first of them and its arrays.
+    """
+    f = gate[0].shape[1] // (1 if halves is None else 2)
+    firsts = {None: (0, 0), "gate_up": (0, f), "up_gate": (f, 0)}[halves]
+    both = gate, gate if up[0] is None else up
+    return f, [(first, *own) for first, own in zip(firsts, both, strict=True)]
 
 
 def _branch(

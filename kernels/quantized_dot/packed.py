@@ -16,7 +16,7 @@ from rewriter.kernels.shared.columns import Block
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.kernels.shared.products import unturned
 from rewriter.ops.kernel import Spec, Speed
-from rewriter.ops.packing import Packing, packing_of
+from rewriter.ops.packing import WORDS, Packing, packing_of
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -53,7 +53,11 @@ def supports(spec: Spec) -> Verdict:
 
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns yes on a CPU for few rows and a large matrix, as for a quantized dot."""
-    numbers = _packing(spec).count * math.prod(spec.shape("w"))
+    packing = _packing(spec)
+    if packing.order == WORDS and packing.axis == "n":
+        text = "words of columns, which XLA unpacks as fast on a CPU"
+        return no("packing", text)
+    numbers = packing.count * math.prod(spec.shape("w"))
     return columns.pays(spec, platform, numbers)
 
 

@@ -78,6 +78,21 @@ class Spelled:
             a, b = (np.asarray(x, "f8") for x in (got, want))
             np.testing.assert_array_equal(a, b, err_msg=name)
 
+    def assert_packed(self, name: str, forced: Mapping[str, Any]) -> dict[str, Any]:
+        """Asserts that a program is one packed dot; returns the dot's parameters.
+
+        Args:
+            name: The spelling, for which the packing is to be read.
+            forced: Names the kernel.
+        """
+        want, f = self.spellings[name]
+        report = rewriter.explain(f, implementation=forced)(*self.args_of(f))
+        assert not report.failures
+        (site,) = report.sites
+        assert (site.form, site.kernel) == ("packed_dot", "memory_bounded"), report
+        assert site.params["packing"] == want
+        return dict(site.params)
+
     def assert_as_near(
         self, names: Iterable[str] | None, implementation: Mapping[str, Any]
     ) -> None:

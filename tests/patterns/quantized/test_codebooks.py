@@ -202,13 +202,8 @@ def indices_in_another_order(x, pt, sc):
 @pytest.mark.once
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling(name: str) -> None:
-    want, f = SPELLINGS[name]
-    report = rewriter.explain(f, implementation=FORCED)(*args_of(f))
-    assert not report.failures
-    (site,) = report.sites
-    assert (site.form, site.kernel) == (NAME, "memory_bounded"), report
-    assert site.params["packing"] == want
-    assert len(site.params["codebook"]) == 16
+    params = SPELLED.assert_packed(name, FORCED)
+    assert len(params["codebook"]) == 16
 
 
 @pytest.mark.parametrize("names", [

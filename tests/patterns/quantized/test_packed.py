@@ -271,12 +271,7 @@ def halves_of_a_part_of_an_axis(x, p, s):
 @pytest.mark.once
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling(name: str) -> None:
-    want, f = SPELLINGS[name]
-    report = rewriter.explain(f, implementation=FORCED)(*args_of(f))
-    assert not report.failures
-    (site,) = report.sites
-    assert (site.form, site.kernel) == (NAME, "memory_bounded"), report
-    assert site.params["packing"] == want
+    SPELLED.assert_packed(name, FORCED)
 
 
 @pytest.mark.parametrize("names", [

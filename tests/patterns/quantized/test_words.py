@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -309,12 +310,7 @@ def zeros_that_wrap(x, u, z, s):
 @pytest.mark.once
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling(name: str) -> None:
-    want, f = SPELLINGS[name]
-    report = rewriter.explain(f, implementation=FORCED)(*args_of(f))
-    assert not report.failures
-    (site,) = report.sites
-    assert (site.form, site.kernel) == (NAME, "memory_bounded"), report
-    assert site.params["packing"] == want
+    SPELLED.assert_packed(name, FORCED)
 
 
 @pytest.mark.parametrize("names", [
@@ -409,5 +405,8 @@ def test_the_choice() -> None:
         return spec_of(PACKED, given, {"packing": ALONG_K})
 
     assert packed.profitable(use(1, 4096, 8192), "cpu").ok
+    of_columns = use(1, 4096, 8192)
+    of_columns = dataclasses.replace(of_columns, params=(("packing", IN_ORDER),))
+    assert not packed.profitable(of_columns, "cpu").ok
     assert not packed.profitable(use(1, 128, 128), "cpu").ok
     assert not packed.profitable(use(512, 4096, 8192), "cpu").ok
