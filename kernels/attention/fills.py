@@ -108,11 +108,15 @@ def may_reach(given: Mapping[str, Any], fill: float) -> Array:
         given: The operands by name, and more.
         fill: The score of hidden keys.
     """
-    found = [
-        jnp.any(~(jnp.abs(x) < jnp.asarray(abs(fill) / 2, x.dtype)))
-        for name in ADDED
-        if (x := given.get(name)) is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    ]
+    # A function of scores multiplies by distances, perhaps with a few numbers beside.
+    farthest = 4 * (given["q"].shape[1] + given["k"].shape[1])
+    found = []
+    for name in ADDED:
+        x = given.get(name)
+        if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        most = abs(fill) / (2 if name == "bias" else farthest)
+        found.append(jnp.any(~(jnp.abs(x) < jnp.asarray(most, x.dtype))))
     return functools.reduce(operator.or_, found, jnp.asarray(False))
 
 
