@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
+from rewriter.kernels.attention.xla.sizes import number
 from rewriter.ops.joined import join
 from rewriter.support.assumptions import FINITE
 from rewriter.support.verdict import Verdict, no
@@ -109,14 +110,15 @@ def may_reach(given: Mapping[str, Any], fill: float) -> Array:
         fill: The score of hidden keys.
     """
     # A function of scores multiplies by distances, perhaps with a few numbers beside.
-    farthest = 4 * (given["q"].shape[1] + given["k"].shape[1])
+    places = (jnp.asarray(number(given[n].shape[1]), jnp.float32) for n in "qk")
+    farthest = 4 * sum(places)
     found = []
     for name in ADDED:
         x = given.get(name)
         if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
             continue
-        most = abs(fill) / (2 if name == "bias" else farthest)
-        found.append(jnp.any(~(jnp.abs(x) < jnp.asarray(most, x.dtype))))
+        most = jnp.asarray(abs(fill) / (2 if name == "bias" else farthest))
+        found.append(jnp.any(~(jnp.abs(x) < most.astype(x.dtype))))
     return functools.reduce(operator.or_, found, jnp.asarray(False))
 
 
