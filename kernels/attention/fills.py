@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
+from rewriter.kernels.attention.xla.sizes import number
 from rewriter.ops.joined import join
 from rewriter.support.assumptions import FINITE
 from rewriter.support.verdict import Verdict, no
@@ -108,11 +109,16 @@ def may_reach(given: Mapping[str, Any], fill: float) -> Array:
         given: The operands by name, and more.
         fill: The score of hidden keys.
     """
-    found = [
-        jnp.any(~(jnp.abs(x) < jnp.asarray(abs(fill) / 2, x.dtype)))
-        for name in ADDED
-        if (x := given.get(name)) is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    ]
+    # A function of scores multiplies by distances, perhaps with a few numbers beside.
+    places = (jnp.asarray(number(given[n].shape[1]), jnp.float32) for n in "qk")
+    farthest = 4 * sum(places)
+    found = []
+    for name in ADDED:
+        x = given.get(name)
+        if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        most = jnp.asarray(abs(fill) / (2 if name == "bias" else farthest))
+        found.append(jnp.any(~(jnp.abs(x) < most.astype(x.dtype))))
     return functools.reduce(operator.or_, found, jnp.asarray(False))
 
 

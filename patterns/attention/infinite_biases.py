@@ -38,8 +38,14 @@ _OPAQUE = frozenset(
         "top_k",
         "custom_root",
         "custom_linear_solve",
+        *("rsqrt", "tan", "atanh", "erf_inv", "lgamma", "digamma"),
     }
 )
+"""Equations whose result may be infinite for reasons that are not looked at."""
+_GROWING = frozenset(
+    {"exp", "exp2", "expm1", "pow", "integer_pow", "square", "abs", "sqrt", "cosh"}
+)
+"""Equations that may give inf for an infinite operand of either sign."""
 _OF_ITS_OPERANDS = (
     LAYOUT_PRIMITIVES
     | TRANSPARENT
@@ -133,7 +139,7 @@ def _why(graph: Graph, value: int, heads: Set[int] | None) -> str | None:
         elif node is None:
             if heads is not None and not heads and not turns and current in inputs:
                 return "it is an argument that all heads share"
-            is_open |= not turns
+            is_open = True
         elif node.prim in _OPAQUE or node.prim.startswith("scatter"):
             is_open = True
         elif node.prim in _LOGARITHMS and sign < 0:
@@ -177,4 +183,6 @@ def _sources(graph: Graph, node: Node, sign: int) -> Sequence[tuple[int, bool]]:
     if node.prim in ("mul", "div"):
         negative = any(k and n < 0 for k, n in zip(known, numbers, strict=True))
         return [(i, negative) for i in node.ins]
+    if node.prim in _GROWING:
+        return [(i, True) for i in node.ins]
     return [(i, False) for i in node.ins if node.prim in _OF_ITS_OPERANDS]

@@ -19,7 +19,8 @@ from rewriter.kernels.attention.hopper.backward_problem import Problem
 from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.forward_kernel import row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E
-from rewriter.kernels.attention.hopper.terms import Terms, terms_of, transposed
+from rewriter.kernels.attention.hopper.terms import Terms, terms_of
+from rewriter.kernels.attention.hopper.transposed_terms import transposed
 from rewriter.kernels.attention.hopper.widths import filled_backward
 from rewriter.kernels.shared.halves import split
 from rewriter.kernels.shared.hopper import PROCESSORS

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -365,7 +365,7 @@ def terms_of(
     parts = tuple((name, _part(name, x)) for name, x in arrays.items())
     parts += tuple((name, _read_part(name, x)) for name, x in read.items())
     arrays |= {name: _as_read(x, dict(parts)[name].form) for name, x in read.items()}
-    arrays = {name: _whole(x, dict(parts)[name].form) for name, x in arrays.items()}
+    arrays = {name: whole(x, dict(parts)[name].form) for name, x in arrays.items()}
     for name, x in (("slopes", alibi), ("sinks", sinks)):
         if x is not None:
             arrays[name] = x.astype(jnp.float32)
@@ -475,7 +475,7 @@ def _part(name: str, x: Array) -> Part:
     return Part(form, str(x.dtype), x.shape[0] > 1, x.shape[1] > 1)
 
 
-def _whole(x: Array, form: str) -> Array:
+def whole(x: Array, form: str) -> Array:
     """Adds rows up to a multiple of 8, columns up to one of 128 bytes."""
     if form in THERE:
         return x
@@ -484,32 +484,3 @@ def _whole(x: Array, form: str) -> Array:
     if form == TABLE:
         more[-2] = -x.shape[-2] % 8
     return jnp.pad(x, [(0, m) for m in more]) if any(more) else x
-
-
-def transposed(
-    terms: Terms, arrays: Mapping[str, Array]
-) -> tuple[Terms, dict[str, Array]]:
-    """Returns the same for transposed scores: rows are keys, columns queries."""
-    names = {x: y for x, y in _TURNED.items() if x in arrays}
-    turned = {
-        names.get(name, name): _whole(x.swapaxes(2, 3), TABLE) if x.ndim == 4 else x
-        for name, x in arrays.items()
-    }
-    parts = tuple(
-        (names.get(name, name), replace(part, form=_TURNED.get(part.form, part.form)))
-        for name, part in terms.parts
-    )
-    hiding, adding = (
-        frozenset(names.get(x, x) for x in given)
-        for given in (terms.hiding, terms.adding)
-    )
-    return replace(terms, parts=parts, hiding=hiding, adding=adding), turned
-
-
-_TURNED = {
-    ROWS: COLUMNS, COLUMNS: ROWS,
-    "row_terms": "column_terms", "column_terms": "row_terms",
-    "row_segments": "column_segments", "column_places": "row_places",
-    "column_segments": "row_segments", "row_first": "column_first",
-    "row_last": "column_last",
-}  # fmt: skip

@@ -74,6 +74,8 @@ class SoftmaxRegion(Candidate):
             raise Refused("bias", text, score=0.1)
         self._require_one_meaning(softmax, function)
         general = assembled(softmax)
+        if "fill" in general.params and function.score.primitives & STEEP:
+            raise Refused("rows", "the function may be infinite beside a fill")
         reading = self._with_function(general, function, leaf)
         require_readable(find, ev, reading)
         return reading

@@ -21,6 +21,7 @@ from rewriter.kernels.attention.hopper.block_masks import Masks
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import Tiles
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
+from rewriter.kernels.attention.hopper.transposed_terms import transposed
 from rewriter.kernels.attention.reference import visible
 from rewriter.ops import device
 from rewriter.ops.kernel import Spec, spec_of, worth_measuring
@@ -131,7 +132,7 @@ def test_memory_is_counted_as_it_is_taken(name: str, turned: bool) -> None:
     found, arrays = terms.terms_of(130, 200, **given)
     extra = extra_of(given)
     if turned:
-        (found, arrays), extra = terms.transposed(found, arrays), extra.transposed
+        (found, arrays), extra = transposed(found, arrays), extra.transposed
     scratch = found.scratch(2, 3, 64)
     taken = sum(np.prod(x.shape) * x.dtype.itemsize for x in scratch.values())
     assert taken == extra.nbytes(2, 192, 64)
