@@ -82,7 +82,7 @@ def written_out_twice(fn, *args):
     closed = jax.make_jaxpr(fn)(*args)
     short = rewriting.rewrite(closed, CONFIG)
     patch = pytest.MonkeyPatch()
-    patch.setattr(steps, "fold", lambda closed: None)
+    patch.setattr(steps, "fold", lambda closed, behind: None)
     whole = rewriting.rewrite(closed, CONFIG)
     patch.undo()
     return closed, short, whole
