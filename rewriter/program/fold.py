@@ -25,6 +25,10 @@ WORTH = 300
 BEHIND = 4
 """The number of turns kept after those left out: two to compare, and their
 neighbours."""
+FEWEST = 3
+"""The same without the neighbour in front. Its results are inputs to the first of the
+two. If that is rewritten like the other nevertheless, it does not matter who makes
+them. So it is unless sites lie across two turns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,7 @@ class Folded:
         kept: By position in the short program, that
             in the whole one.
         results: The results of the whole program that the short one has, in order.
+        behind: How many turns of each run are kept after those left out.
     """
 
     whole: Any
@@ -68,6 +73,7 @@ class Folded:
     cuts: tuple[Cut, ...]
     kept: tuple[int, ...]
     results: tuple[int, ...]
+    behind: int = BEHIND
 
     def turn(self, position: int) -> tuple[int, int] | None:
         """(cut, turn) of an equation of the short program, if it belongs to a run."""
@@ -108,14 +114,22 @@ class Folded:
         return here if same or _jax.call_kind(eqn) else source(twin)
 
 
-def fold(closed_jaxpr: Any) -> Folded | None:
-    """Removes most turns of a program; None if it has too few."""
+def fold(closed_jaxpr: Any, behind: int = BEHIND) -> Folded | None:
+    """Removes most turns of a program; None if it has too few.
+
+    Args:
+        closed_jaxpr: The program.
+        behind: How many turns to keep after those left out, at least `FEWEST`. It is
+            `BEHIND` where a run reads another one, as gradients do.
+    """
     if len(closed_jaxpr.eqns) < WORTH:
         return None
     closed_jaxpr = written_alike(closed_jaxpr)
     program = Numbered(closed_jaxpr)
     found = runs(program)
-    cuts = _cuts(found)
+    if any(o is not None for run in found for o in run.others):
+        behind = BEHIND
+    cuts = _cuts(found, behind)
     if sum(len(c.out) * c.run.period for c in cuts) < WORTH:
         return None
     eqns, first = program.eqns, [*program.first, len(program.results)]
@@ -152,18 +166,17 @@ def fold(closed_jaxpr: Any) -> Folded | None:
         [*(outs[k] for k in results), *handed],
         tuple(more),
     )
-    return Folded(closed_jaxpr, short, program, tuple(cuts), kept, results)
+    return Folded(closed_jaxpr, short, program, tuple(cuts), kept, results, behind)
 
 
-def _cuts(found: Sequence[Run]) -> list[Cut]:
+def _cuts(found: Sequence[Run], behind: int) -> list[Cut]:
     """The turns to leave out of runs, and the same turns of runs that read them."""
     cuts: dict[int, Cut] = {}  # by run
     mirrored: set[int] = set()
     for index, run in enumerate(found):
         read = {o[0] for o in run.others if o is not None}
         if not read:
-            last = run.count - BEHIND
-            cut = Cut(run, range(1, last), last + 2)
+            cut = Cut(run, range(1, run.count - behind), run.count - 2)
         else:
             cut = _mirrored(run, found, cuts, read)
             if cut is None:

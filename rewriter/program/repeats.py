@@ -50,9 +50,9 @@ class Numbered:
         self.first = [0, *ends[:-1]] if ends else []
         self.results: list[Any] = list(itertools.chain.from_iterable(outs))
         self.maker = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0)).tolist()
-        shapes = _codes([vs[0].aval.shape if vs else None for vs in outs])
-        primitives = _codes([eqn.primitive for eqn in self.eqns])
-        self.codes = 1 + shapes + primitives * (1 + shapes.max(initial=0))
+        shapes = [vs[0].aval.shape if vs else None for vs in outs]
+        primitives = [eqn.primitive for eqn in self.eqns]
+        self.codes = 1 + _codes(list(zip(primitives, shapes, strict=True)))
         for at in [k for k, eqn in enumerate(self.eqns) if eqn.effects]:
             self.codes[at] = -at  # equal to no other
         self.number = dict(zip(self.results, range(len(self.results)), strict=True))

@@ -12,7 +12,7 @@ from rewriter.choose.number_sites import Plan
 from rewriter.config import Config
 from rewriter.find.match import Found, Match, Reason
 from rewriter.find.region import Regions
-from rewriter.program.fold import Folded
+from rewriter.program.fold import BEHIND, Folded
 from rewriter.program.propagation import Placement
 from rewriter.rewrite.beside_sites import Change
 from rewriter.rewrite.origins import Origins
@@ -33,6 +33,7 @@ class Program:
         primitives: The names of the original's primitives, at any depth.
         placement: Where its inputs are, if it runs on more than one device; or why
             that is not known.
+        behind: How many equal layers `fold` keeps after those that it leaves out.
         folded: The equal layers that were left out, if any.
         regions: The graph and the walks over it.
         rules: By the id of a body, the user's own rule for its derivatives.
@@ -54,6 +55,7 @@ class Program:
     patterns: tuple[Any, ...]
     primitives: frozenset[str] = frozenset()
     placement: Placement | str | None = None
+    behind: int = BEHIND
     folded: Folded | None = None
     regions: Regions | None = None
     rules: Mapping[int, Any] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from rewriter.config import Config
 from rewriter.errors import RewriterError
 from rewriter.find.sieve import primitives
 from rewriter.measure.programs import Task
+from rewriter.program.fold import BEHIND, FEWEST
 from rewriter.program.propagation import Placement
 from rewriter.rewrite.rewritten import Rewritten
 from rewriter.rewrite.unfold import TurnsDiffer
@@ -70,9 +71,8 @@ def _rewritten(
         later = _later_passes(without="fold" if known else "")
         program = _after_passes(program, clock, later)
     except TurnsDiffer as why:
-        log.debug("layers are looked at one by one: %s", why)
-        program = _after_passes(start, clock, PREPARE)
-        program = _after_passes(program, clock, _later_passes(without="fold"))
+        fewest = program.folded is not None and program.folded.behind < BEHIND
+        program = _with_more_layers(start, clock, fewest, why)
     program.walks.graph.release()
     assert program.found is not None
     return Rewritten(
@@ -86,6 +86,27 @@ def _rewritten(
         program.offered,
         program.pairs,
     )
+
+
+def _with_more_layers(
+    start: Program, clock: _Clock, fewest: bool, why: TurnsDiffer
+) -> Program:
+    """The program after all passes, where the layers left in were not rewritten alike.
+
+    Args:
+        start: The program before the first pass.
+        clock: Where the passes' times are noted.
+        fewest: Whether one layer more may help, before all are looked at.
+        why: How the layers differ.
+    """
+    log.debug("layers differ: %s", why)
+    prepared = _after_passes(start, clock, PREPARE)
+    try:
+        if fewest:
+            return _after_passes(prepared, clock, _later_passes())
+    except TurnsDiffer as more:
+        log.debug("layers are looked at one by one: %s", more)
+    return _after_passes(prepared, clock, _later_passes(without="fold"))
 
 
 def _without_patterns(program: Program, clock: _Clock) -> Rewritten:
@@ -179,7 +200,9 @@ def _prepared_and_folded(start: Program, clock: _Clock) -> Program:
     Most programs are changed by none of the passes of `PREPARE`. Those passes then look
     at a few layers in place of all. If one does change these, all are prepared.
     """
-    short = _after_passes(start, clock, [FOLD]) if start.patterns else start
+    short = replace(start, behind=FEWEST)
+    if start.patterns:
+        short = _after_passes(short, clock, [FOLD])
     if short.folded is not None:
         ready = _after_passes(short, clock, PREPARE)
         if not ready.patterns:

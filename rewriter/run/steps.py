@@ -135,7 +135,7 @@ def sum_rows_first(program: Program) -> Program:
 
 def leave_out_equal_layers(program: Program) -> Program:
     """Removes all but one layer from each run of equal layers."""
-    folded = fold(program.closed_jaxpr)
+    folded = fold(program.closed_jaxpr, program.behind)
     if folded is None:
         return program
     return replace(program, folded=folded, closed_jaxpr=folded.short)

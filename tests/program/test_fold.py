@@ -88,7 +88,7 @@ def twice(closed, config):
     """A program rewritten by way of fewer layers, and rewritten as it is."""
     short = rewriting.rewrite(closed, config)
     patch = pytest.MonkeyPatch()
-    patch.setattr(steps, "fold", lambda closed: None)
+    patch.setattr(steps, "fold", lambda closed, behind: None)
     whole = rewriting.rewrite(closed, config)
     patch.undo()
     return short, whole
