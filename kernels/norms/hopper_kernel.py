@@ -22,7 +22,7 @@ from rewriter.kernels.norms.hopper_config import (
     programs_of,
     rows_of,
 )
-from rewriter.kernels.norms.hopper_team import Team, part_of
+from rewriter.kernels.norms.hopper_team import Team
 from rewriter.kernels.shared import pallas_gpu
 
 if TYPE_CHECKING:
@@ -142,11 +142,9 @@ def _call(
 
     def run(*references: Any, **shared: Any) -> None:
         named = dict(zip(operands, references, strict=False))
-        warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
-        begin = part_of(warpgroup, config) * (norm.d // config.warpgroups)
         place = (
-            warpgroup, lax.axis_index(pallas_gpu.PROGRAM),
-            lax.axis_size(pallas_gpu.PROGRAM), begin,
+            lax.axis_index(pallas_gpu.WARPGROUP), lax.axis_index(pallas_gpu.PROGRAM),
+            lax.axis_size(pallas_gpu.PROGRAM),
         )  # fmt: skip
         body(Team(norm, config, named, shared, references[len(operands) :], *place))
 

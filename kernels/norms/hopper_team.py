@@ -38,11 +38,6 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-def part_of(warpgroup: Any, config: Teams) -> Any:
-    """Returns the index of a warpgroup's part of the columns."""
-    return lax.rem(warpgroup, jnp.int32(config.warpgroups))
-
-
 @dataclass(frozen=True)
 class Team:
     """The work of one warpgroup of a team.
@@ -56,7 +51,6 @@ class Team:
         warpgroup: The index of this warpgroup in the block.
         program: The index of this block.
         programs: The number of blocks.
-        begin: The first column of this warpgroup's part.
     """
 
     norm: Norm
@@ -67,7 +61,6 @@ class Team:
     warpgroup: Any
     program: Any
     programs: Any
-    begin: Any
 
     # --------------------------------------------------------- place and sizes
     @property
@@ -78,7 +71,7 @@ class Team:
     @property
     def part(self) -> Any:
         """The index of this warpgroup's part of the columns."""
-        return part_of(self.warpgroup, self.config)
+        return lax.rem(self.warpgroup, jnp.int32(self.config.warpgroups))
 
     @property
     def number(self) -> Any:
@@ -102,10 +95,8 @@ class Team:
 
     def columns(self, chunk: int) -> Any:
         """The columns of this warpgroup in a chunk."""
-        first = chunk * self.width
-        if self.config.warpgroups > 1:
-            first = pl.multiple_of(self.begin + first, self.width)
-        return pl.ds(first, self.width)
+        first = (self.part * self.chunks + chunk) * self.width
+        return pl.ds(pl.multiple_of(first, self.width), self.width)
 
     # ------------------------------------------------------------------ streaming
     def over_steps(self, one: Callable[..., Any], carry: Any) -> Any:

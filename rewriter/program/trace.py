@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.errors import NotTraceable, TraceError, caller, known, raised_at
+from rewriter.support import garbage
 
 JIT_OPTIONS = (
     "static_argnums", "static_argnames", "donate_argnums", "donate_argnames",
@@ -342,10 +343,12 @@ def trace(fn: Any, args: Any = (), kwargs: Any = {}) -> Traced:  # noqa: B006
     start = time.perf_counter()
     _, (still, named) = split_static(fn, args, kwargs)
     if all(map(_equals_itself, (*still, *named.values()))):
-        traced = fn.trace(*args, **kwargs)
+        call, given = fn, (args, kwargs)
     else:  # JAX may compare them, and would only when called with others
-        leaves, call = split(fn, args, kwargs, _jax.jitted_function(fn))
-        traced = jax.jit(call).trace(*leaves)
+        leaves, called = split(fn, args, kwargs, _jax.jitted_function(fn))
+        call, given = jax.jit(called), (leaves, {})
+    with garbage.paused():
+        traced = call.trace(*given[0], **given[1])
     program, kept = _jax.program_of(traced)
     seconds = time.perf_counter() - start
     return Traced(program, kept, traced.out_tree, name_of(fn), seconds)
