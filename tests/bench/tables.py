@@ -672,7 +672,7 @@ def quantized_cache() -> str:
             if row.get("stored") == "int4":
                 continue
             case = found.setdefault((row["sequences"], row["tokens"]), {})
-            case[kind, row["by"]] = row["us"]
+            case.setdefault((kind, row["by"]), row["us"])
     ways = ("as written", "hopper", "in 16 bits")
     rows = [
         (*case, *(f"{us[kind, by]:.0f}" for kind in ("h100", "h200") for by in ways))

@@ -21,6 +21,7 @@ from tests.soundness import (
     ragged,
     routers,
     units,
+    words,
 )  # fmt: skip
 from tests.soundness.program import Program
 
@@ -35,6 +36,7 @@ KINDS: dict[str, Callable[[int], Program]] = {
     "score": functions.program,
     "quantized": quantized.program,
     "packed": packed.program,
+    "words": words.program,
     "complex": complex_values.program,
     "group": group_norms.program,
     "difference": differences.program,

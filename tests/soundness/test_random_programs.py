@@ -43,6 +43,7 @@ def test_programs_compute_the_same(case: int) -> None:
         "lookup",
         "score",
         "quantized",
+        "words",
         "complex",
         "group",
         "computed",

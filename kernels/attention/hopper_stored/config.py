@@ -79,8 +79,8 @@ def default(spec: Spec, device: Device) -> Tiles:
         64 keys at a time                    41        157         78         34
         128 keys                             39        150         76         31
         and no more than two in a cluster                          75         27
-        lines of scales                                            70         25
-        and queries put into order by the kernel                   68
+        and scales in lines, and queries in order
+                                             37        142         68         23
 
     On the right several blocks share a sequence's keys of a head. Those of 4 sequences
     are clusters of two. Those of one are all merged by XLA.

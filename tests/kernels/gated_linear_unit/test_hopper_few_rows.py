@@ -82,7 +82,11 @@ USES = [
 
 
 def config_of(tiles: Tiles | None, given: Any, params: Any) -> Tiles:
-    return tiles or KERNEL.space.default(spec_of(OP, given, params), HERE)
+    """Tiles if they fit, and else those by default."""
+    use = spec_of(OP, given, params)
+    if tiles is not None and KERNEL.space.fits(tiles, use, HERE).ok:
+        return tiles
+    return KERNEL.space.default(use, HERE)
 
 
 @pytest.mark.parametrize(

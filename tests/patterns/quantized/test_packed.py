@@ -256,8 +256,9 @@ def signs_spread_in_int32(x, p, s):
     return times(x, jnp.concatenate([p & 15, wide]), s)
 
 
-@alike
+@spelling("k turns low unsigned int8")
 def less_eight_in_int8(x, p, s):
+    """No difference leaves the range of int8."""
     w = jnp.stack([p & 15, (p >> 4) & 15], 1).reshape(K, N) - jnp.int8(8)
     return times(x, w, s)
 
