@@ -24,7 +24,7 @@ from rewriter.find.nested import (
 )
 from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, Refused, leaves_of
-from rewriter.find.region import Place, Regions
+from rewriter.find.region import Place, Regions, region_values
 from rewriter.find.search_cache import Proved, SearchCache
 from rewriter.find.sieve import Step
 from rewriter.find.sliced_operands import pieces
@@ -289,7 +289,7 @@ def _at(
             continue
         reading, spec = _of_pieces(find, pattern, anchor, reading, spec)
         leaves = leaves_of(reading)
-        inner = frozenset(region_values(find, reading.value, set(leaves)))
+        inner = frozenset(region_values(find.graph, reading.value, set(leaves)))
         if any((pattern.name, v) in find.found for v in inner):
             continue  # one holds the other: the first stays
         try:
@@ -321,7 +321,7 @@ def _of_pieces(
 ) -> tuple[Reading, Spec]:
     """The reading with pieces as its leaves, if other pieces are read beside it."""
     leaves = leaves_of(reading)
-    inner = region_values(find, reading.value, set(leaves))
+    inner = region_values(find.graph, reading.value, set(leaves))
     cut = pieces(find.graph, leaves, inner)
     if cut:
         for other in pattern.propose(find.at_pieces(cut), anchor):
@@ -486,17 +486,3 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
             refusal.suggestion,
             users_line_of(anchor),
         )
-
-
-def region_values(find: Finder, value: int, leaves: set[int]) -> set[int]:
-    """Values between a result and the leaves of its region."""
-    seen, stack = set(), [value]
-    while stack and len(seen) < 400:
-        value = stack.pop()
-        if value in seen or value in leaves or value in find.graph.constants:
-            continue
-        seen.add(value)
-        node = find.graph.node_of(value)
-        if node is not None:
-            stack.extend(node.ins)
-    return seen

@@ -203,3 +203,17 @@ class Regions:
 def _stops(node: Node, stop: frozenset[str]) -> bool:
     """Whether an equation is one of some primitives; products along no axis are not."""
     return node.prim in stop and not (node.prim == "dot_general" and is_local(node))
+
+
+def region_values(graph: Graph, value: int, leaves: set[int]) -> set[int]:
+    """Returns the values between a result and the leaves of its region."""
+    seen, stack = set(), [value]
+    while stack and len(seen) < 400:
+        value = stack.pop()
+        if value in seen or value in leaves or value in graph.constants:
+            continue
+        seen.add(value)
+        node = graph.node_of(value)
+        if node is not None:
+            stack.extend(node.ins)
+    return seen

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from rewriter.algebra.template import Template, apply, template
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
-from rewriter.find.match import Match, region_values
+from rewriter.find.match import Match
 from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, leaves_of
-from rewriter.find.region import Regions
+from rewriter.find.region import Regions, region_values
 from rewriter.find.sliced_operands import cuts, layouts_read_elsewhere
 from rewriter.gradients.cotangents import is_float
 from rewriter.ops.spec import Spec
@@ -99,7 +99,7 @@ class OperandPieces:
             if problem is not None:
                 continue
             leaves = leaves_of(other)
-            inner = region_values(find, other.value, set(leaves))
+            inner = region_values(find.graph, other.value, set(leaves))
             other, spec = with_precision(graph, match.op, other, spec, inner)
             if body is None and not _is_the_same_use(spec, match.spec):
                 continue
