@@ -95,7 +95,8 @@ def with_fills(kernel: Kernel, by_tiles: Kernel | None, weighs: bool = False) ->
             return grads | ({"joined": join(grads, joined)} if joined else {})
 
         if weighs:
-            return second(**given, **own, **{REACHES: may_reach(given, fill)[None]})
+            low = jnp.isfinite(saved[0]) & (saved[0] <= fill / 2)
+            return second(**given, **own, **{REACHES: jnp.any(low)[None]})
         return either(may_reach(given, fill), lambda: second(**given), again)
 
     backward = functools.wraps(second)(backward) if second else None

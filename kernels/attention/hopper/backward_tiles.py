@@ -409,7 +409,8 @@ class Kernel(abc.ABC):
             row = pallas.row_positions(64) + tile.mine
             last = jnp.where(row < pallas.rows(tile.length), last, -1)
         if value is None and tile.fill is not None:
-            fill, end = pallas.zeros((64,)) + tile.fill, pallas.rows(mask.s - 1 - start)
+            fill, cut = pallas.zeros((64,)) + tile.fill, mask.s % self.p.block
+            end = pallas.rows(mask.s - 1 - start) if cut else None
             passes = self.p.terms.fill_passes
             return pallas.hide(scores, first, last, fill, end, passes)
         if value is None:

@@ -355,7 +355,8 @@ class Tile:
         last = last - key if LAST in cut else None
         if self.fill is not None:
             fill = pallas.zeros((64,)) + self.fill
-            end = pallas.rows(mask.s - 1 - key)
+            cut = mask.s % p.config.block_kv
+            end = pallas.rows(mask.s - 1 - key) if cut else None
             return pallas.hide(scores, first, last, fill, end, p.fill_passes)
         if not mask.averages:
             return pallas.hide(scores, first, last)

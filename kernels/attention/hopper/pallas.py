@@ -197,7 +197,7 @@ def hide(
         first: int32 [64], None for 0.
         last: int32 [64], None for no end; one of both is given.
         fill: float32 [64] instead of -inf, for columns up to `end`.
-        end: int32 [64].
+        end: int32 [64]; None for no end.
         passes: Whether smaller scores stay where the fill would be.
     """
     given = [x for x in (first, last, fill, end) if x is not None]
@@ -230,7 +230,9 @@ def hide(
                 number = filling[0]
                 if passes:
                     number = _least(scores[:, start : start + 8], number)
-                other = (column <= filling[1] - start).select(number, nothing)
+                other = number
+                if len(filling) > 1:
+                    other = (column <= filling[1] - start).select(number, nothing)
             parts.append(keep.select(scores[:, start : start + 8], other).registers)
         return mgpu.FragmentedArray(
             _registers=np.concatenate(parts, axis=1),

@@ -60,7 +60,8 @@ def hidden(
     if fill is not None:
         number = fill[:, None]
         number = np.fmin(scores, number) if passes else number
-        other = np.where(column <= end[:, None], number, other)
+        there = True if end is None else column <= end[:, None]
+        other = np.where(there, number, other)
     return np.where(keep, scores, other)
 
 
