@@ -211,9 +211,8 @@ def search(
             continue
         again: dict[str, tuple[Template, list[Match]] | None] = {}
         for pattern in patterns_here:
-            again[pattern.name] = _isolated(
-                _matches_like, find, pattern, node, memory, failures
-            )
+            here = find, pattern, node, memory
+            again[pattern.name] = _isolated(_matches_like, here, failures)
         like = next((known for known, _ in filter(None, again.values())), None)
         for pattern in patterns_here:
             repeated = again.get(pattern.name)
@@ -222,7 +221,8 @@ def search(
                 continue
             if like is not None and memory.is_empty(pattern, like.anchor):
                 continue
-            matches += _isolated(_at, find, pattern, node, memory, failures) or ()
+            here = find, pattern, node, memory
+            matches += _isolated(_at, here, failures) or ()
     refused = {at: why.text for at, (_, why) in find.misses.items() if why.score >= 0.5}
     misses = tuple(_misses(find, matches))
     return Found(tuple(matches), misses, tuple(failures), refused)
@@ -241,17 +241,11 @@ def _may_be_matched(dtype: Any) -> bool:
     return not narrow and not jnp.issubdtype(dtype, jnp.complexfloating)
 
 
-def _isolated(
-    step: Callable[..., Any],
-    find: Finder,
-    pattern: Pattern,
-    node: Node,
-    memory: SearchCache,
-    failures: list[Reason],
-) -> Any:
+def _isolated(step: Callable[..., Any], here: Any, failures: list[Reason]) -> Any:
     """Turns an exception at one anchor into a failure; the other sites go on."""
+    find, pattern, node, _ = here
     try:
-        return step(find, pattern, node, memory)
+        return step(*here)
     except RecursionError:
         deep = Refused("budget", "the region is too deep", score=0.3)
         find.missed(pattern.name, node, deep)
