@@ -147,8 +147,7 @@ def error(kind: str, got: Any, args: list[jax.Array]) -> float:
     x, scales = x.astype(jnp.float32), scales.astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         want = as_written(kind, x, w, zeros, scales)
-    size = jnp.linalg.norm(want)
-    return float(jnp.linalg.norm(got.astype(jnp.float32) - want) / size)
+    return record.difference(got, want)
 
 
 def measured(
@@ -165,7 +164,7 @@ def measured(
         row: dict[str, Any] = {
             "kind": kind, "m, k, n": [m, k, n], "by": by,
             "config": dict(settings(config) or ()) if config else None,
-            "error": float(f"{error(kind, program(*sets[0]), sets[0]):.2g}"),
+            "error": error(kind, program(*sets[0]), sets[0]),
         }  # fmt: skip
         if by == "rewriter":
             row["kernel"] = ", ".join(s.kernel for s in run.report(*sets[0]).sites)

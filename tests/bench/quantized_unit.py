@@ -58,8 +58,7 @@ def error(got: Any, args: list[jax.Array]) -> float:
     x, *others = args
     with jax.default_matmul_precision("highest"):
         want = jax.jit(as_written)(x.astype(jnp.float32), *others)
-    size = jnp.linalg.norm(want)
-    return float(jnp.linalg.norm(got.astype(jnp.float32) - want) / size)
+    return record.difference(got, want)
 
 
 def measured(name: str, m: int, k: int, f: int, turns: int) -> list[dict[str, Any]]:
@@ -78,7 +77,7 @@ def measured(name: str, m: int, k: int, f: int, turns: int) -> list[dict[str, An
         if by != "xla":
             sites = run.report(*sets[0]).sites
             row["kernels"] = [s.kernel for s in sites if s.kernel != "xla"]
-        row["error"] = float(f"{error(program(*sets[0]), sets[0]):.2g}")
+        row["error"] = error(program(*sets[0]), sets[0])
         rows.append(row)
     times, peak = timing.measure(programs, sets, turns), device.attached().bandwidth
     bits = 4 if kind.stored == "int4" else 8

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rewriter.hardware import conditions
 from rewriter.hardware.timing import Samples
@@ -62,6 +63,13 @@ def write(path: pathlib.Path, command: str, **figures: Any) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def difference(got: jax.Array, want: jax.Array) -> float:
+    """Returns the relative difference of two arrays, in the Frobenius norm."""
+    wide = want.astype("float32")
+    apart = jnp.linalg.norm(got.astype("float32") - wide)
+    return float(f"{float(apart / jnp.linalg.norm(wide)):.2g}")
 
 
 def with_times(
