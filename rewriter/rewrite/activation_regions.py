@@ -125,6 +125,20 @@ def without_calls(body: Any) -> Any:
     return _jax.with_equations(body, eqns, outs)
 
 
+def without_unread(body: Any) -> Any:
+    """Returns a body without elementwise equations whose results nothing reads."""
+    outs = getattr(body, "jaxpr", body).outvars
+    read = {v for v in outs if not _jax.is_literal(v)}
+    kept = []
+    for eqn in reversed(body.eqns):
+        if not _is_elementwise(eqn) or read.intersection(eqn.outvars):
+            kept.append(eqn)
+            read.update(v for v in eqn.invars if not _jax.is_literal(v))
+    if len(kept) == len(body.eqns):
+        return body
+    return _jax.with_equations(body, kept[::-1], outs)
+
+
 def _is_elementwise_call(eqn: Any) -> bool:
     """Whether an equation calls a jitted function of elementwise equations alone."""
     if eqn.primitive.name not in CALLS or eqn.effects:

@@ -33,6 +33,7 @@ from rewriter.rewrite.activation_regions import (
     program_of,
     regions,
     without_calls,
+    without_unread,
 )
 from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
 from rewriter.rewrite.ordering import in_order
@@ -62,7 +63,7 @@ def _changed(body: Any, device: Device) -> Changed:
     names = {eqn.primitive.name for eqn in body.eqns}
     if "dot_general" not in names or not names & (WANTED | INNER.keys()):
         return body, ()
-    equations, kernel = Equations(body), elementwise_kernel()
+    equations, kernel = Equations(without_unread(body)), elementwise_kernel()
     if not kernel.kernel.limits.runs_on(device).ok:
         return body, ()
     programs: dict[Any, ElementwiseProgram] = {}

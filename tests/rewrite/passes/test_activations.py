@@ -189,6 +189,17 @@ def test_bodies(name: str) -> None:
         )
 
 
+def test_what_nothing_reads_does_not_count() -> None:
+    def run(x, w, b, v):
+        u = x @ w + b
+        t = jnp.tanh(u)
+        t * t  # as passes leave it
+        return (u * (1 + t)) @ v
+
+    assert "integer_pow" not in str(jax.make_jaxpr(run)(*shapes()))
+    assert changed(run, *shapes())[1] == {"activation": 1}
+
+
 def test_behind_a_barrier() -> None:
     """What is computed again for a gradient reads the same array."""
 
