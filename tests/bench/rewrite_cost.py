@@ -318,7 +318,7 @@ def decoders(layers: int, start: int) -> list[dict[str, object]]:
     params = weights(layers)
     model = Decoder(layers)
     size = f"{layers} layers"
-    repeats = 12 if layers < 10 else 4
+    repeats = 12 if layers < 10 else 8
 
     def rows(more: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((2, 1024 + more, 256), jnp.float32)
