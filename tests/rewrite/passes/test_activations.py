@@ -77,13 +77,10 @@ def test_activations_and_their_gradients_are_found(name: str) -> None:
     first, second = rows(after)
     assert [v.aval.shape for v in first.outvars] == [(4096, 1024)]
     assert [v.aval.shape for v in second.outvars] == [(4096, 1024), (1024,)]
-    for got, want in zip(
-        jaxpr_as_fun(after)(*drawn()), jax.tree.leaves(gradient(act)(*drawn())),
-        strict=True,
-    ):  # fmt: skip
-        np.testing.assert_allclose(
-            np.asarray(got, np.float32), np.asarray(want, np.float32), 2e-2, 1e-5
-        )
+    wanted = jax.tree.leaves(gradient(act)(*drawn()))
+    for got, want in zip(jaxpr_as_fun(after)(*drawn()), wanted, strict=True):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        np.testing.assert_allclose(got, want, 3e-2, 2e-3 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
