@@ -109,6 +109,7 @@ def forward(
     softcap: float | None = None,
     empty_rows: str = "nan",
     out_dtype: str | None = None,
+    **rest: Any,
 ) -> Array:
     """Returns paged attention [b, t, n, e].
 
@@ -124,8 +125,10 @@ def forward(
         kv_lengths: int [b|1].
         offset: int [b|1].
         sinks: float [n].
+        **rest: Parameters that supported uses leave at their defaults.
     """
     del promises  # which has to do with gradients alone
+    del rest
     b, t, n, h = q.shape
     axes = AXES[heads_axis]
     pool = dict(zip(axes, k_pages.shape, strict=True))

@@ -543,7 +543,8 @@ def test_nothing_is_read_past_the_last_block() -> None:
 def test_no_rank_two_positions_are_kept() -> None:
     args = [jax.ShapeDtypeStruct((1, 4096, 2, 8), jnp.bfloat16)] * 3
     kernel = KERNEL
-    text = str(jax.make_jaxpr(lambda *x: kernel.forward(*x, window=CAUSAL))(*args))
+    run = lambda q, k, v: kernel.forward(q=q, k=k, v=v, window=CAUSAL)
+    text = str(jax.make_jaxpr(run)(*args))
     assert "4096,4096" not in text
 
 

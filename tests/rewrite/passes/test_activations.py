@@ -80,7 +80,7 @@ def test_activations_and_their_gradients_are_found(name: str) -> None:
     wanted = jax.tree.leaves(gradient(act)(*drawn()))
     for got, want in zip(jaxpr_as_fun(after)(*drawn()), wanted, strict=True):
         got, want = (np.asarray(x, np.float32) for x in (got, want))
-        np.testing.assert_allclose(got, want, 3e-2, 2e-3 * np.abs(want).max())
+        np.testing.assert_allclose(got, want, 3e-2, 6e-3 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
