@@ -18,7 +18,8 @@ rows, k, v                            model and measured on an H100; ms
 32768 2560 128256   with gradients    103  106
 32768 2560 128256   forward           36   35
 
-On an H200, with a bias, whose gradient reads the logits' once more:
+On an H200, with a bias, whose gradient reads the logits' once more (``tests/bench/
+results/vocabulary_loss_bias_h200.json``):
 
 rows, k, v          with gradients    xla        memory_bounded  hopper
 16384 768 30522     measured          7.6        5.1             4.4

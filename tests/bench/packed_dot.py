@@ -13,10 +13,7 @@ the result against float32, in the Frobenius norm.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import pathlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,7 +27,7 @@ from rewriter.kernels.quantized_dot import PACKED, packed_few_rows
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
 from rewriter.site.implementation import settings
-from tests.bench import record
+from tests.bench import record, stored_cases
 
 COMMAND = "python3 -m tests.bench.packed_dot"
 GROUP, EACH = 128, 8
@@ -177,24 +174,11 @@ def measured(
 
 def main() -> None:
     """Measures the cases."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", default="gptq;awq;nf4")
-    parser.add_argument("--rows", default="1;16;64;256")
-    parser.add_argument("--sizes", default="4096x14336;8192x28672")
+    parser = stored_cases.parser(__doc__, "gptq;awq;nf4")
     parser.add_argument("--every", action="store_true", help="every config")
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
-    rows = []
-    for size in given.sizes.split(";"):
-        k, n = map(int, size.split("x"))
-        for kind in given.kinds.split(";"):
-            for m in map(int, given.rows.split(";")):
-                found = measured(kind, m, k, n, given.every, given.turns)
-                rows += found
-                print(*map(json.dumps, found), sep="\n", flush=True)
-    if given.json:
-        record.write(given.json, COMMAND, results=rows)
+    one = lambda kind, m, k, n: measured(kind, m, k, n, given.every, given.turns)
+    stored_cases.run(given, COMMAND, one)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ the result against float32, in the Frobenius norm.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import pathlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +23,7 @@ import rewriter
 from rewriter.hardware import timing
 from rewriter.ops import device
 from rewriter.ops.stored import levels_of, numbers_of
-from tests.bench import record
+from tests.bench import record, stored_cases
 from tests.bench.quantized_dot import KINDS, Kind, widened
 
 COMMAND = "python3 -m tests.bench.quantized_unit"
@@ -88,23 +85,10 @@ def measured(name: str, m: int, k: int, f: int, turns: int) -> list[dict[str, An
 
 def main() -> None:
     """Measures the cases."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", default="int8;int4 groups;fp8")
-    parser.add_argument("--rows", default="1;16;64;256")
-    parser.add_argument("--sizes", default="4096x14336;8192x28672")
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--json", type=pathlib.Path)
+    parser = stored_cases.parser(__doc__, "int8;int4 groups;fp8")
     given = parser.parse_args()
-    rows = []
-    for size in given.sizes.split(";"):
-        k, f = map(int, size.split("x"))
-        for name in given.kinds.split(";"):
-            for m in map(int, given.rows.split(";")):
-                found = measured(name, m, k, f, given.turns)
-                rows += found
-                print(*map(json.dumps, found), sep="\n", flush=True)
-    if given.json:
-        record.write(given.json, COMMAND, results=rows)
+    one = lambda kind, m, k, f: measured(kind, m, k, f, given.turns)
+    stored_cases.run(given, COMMAND, one)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,24 @@ def test_functions_of_scalars_are_near_float64(name: str) -> None:
         assert (error <= 4e-3 * np.maximum(1, np.abs(exact[near]))).all()
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("up", [1.0, 0.0, np.inf, np.nan])
+def test_the_same_gradients_are_finite(name: str, up: float) -> None:
+    """For every number of bfloat16; an infinite cotangent may give inf for NaN."""
+    act = ACTIVATIONS[name]
+    after, _ = changed(gradient(act), *shapes())
+    program = dict(rows(after)[1].params["use"].params)["program"]
+    bits = jnp.arange(1 << 16, dtype=jnp.uint16)
+    x = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    ups = jnp.full_like(x, up)
+    want = jax.jit(lambda x, up: jax.vjp(act, x)[1](up)[0])(x, ups)
+    wide = x.astype(jnp.float32), ups.astype(jnp.float32)
+    got = jax.vmap(jaxpr_as_fun(program.scalars))(*wide)[0].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(jnp.isfinite(got), jnp.isfinite(want))
+    if np.isfinite(up):
+        np.testing.assert_array_equal(jnp.isnan(got), jnp.isnan(want))
+
+
 LEFT: dict[str, Any] = {
     "one read, which XLA appends to the product": jnp.tanh,
     "cheap": jax.nn.relu,
