@@ -27,7 +27,7 @@ KINDS = {g.name: Device(g.kind, "tpu", shared_memory=g.vmem) for g in GENERATION
 
 needs_compiler = pytest.mark.skipif(
     not ahead_of_time.can_compile(KINDS["v5e"]),
-    reason="needs libtpu: pip install 'jax[tpu]' on Linux",
+    reason="needs libtpu: pip install -e '.[tpu_compiler]' on Linux",
 )
 
 
