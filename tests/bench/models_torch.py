@@ -1,12 +1,13 @@
 """The models of `models` as PyTorch's classes under torch.compile: a peer.
 
-  python3 -m tests.bench.models_torch [--only NAMES] [--processes 4] [--json PATH]
+  python3 -m tests.bench.models_torch [--only NAMES] [--mode MODE] [--json PATH]
 
 The same architectures, sizes, batches and losses in bfloat16, with PyTorch's own best
-attention, compiled with ``mode="max-autotune-no-cudagraphs"``. A step is the loss, its
-gradients and a fused `torch.optim.AdamW`. Figures are milliseconds of a call (median,
-several in a row), those of its kernels alone, the most memory beyond weights, gradients
-and the optimizer's state, and seconds until the first call has ended.
+attention, compiled with ``mode="max-autotune-no-cudagraphs"`` or the one given:
+``default`` compiles in far less time. A step is the loss, its gradients and a fused
+`torch.optim.AdamW`. Figures are milliseconds of a call (median, several in a row),
+those of its kernels alone, the most memory beyond weights, gradients and the
+optimizer's state, and seconds until the first call has ended.
 
 Needs PyTorch and transformers before 5. JAX only draws the batches, on the CPU.
 """
@@ -71,13 +72,14 @@ def loss_of(model: Model, logits: torch.Tensor, batch: dict[str, Any]) -> torch.
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels)
 
 
-def calls(model: Model, module: Any, batch: dict[str, Any]) -> dict[str, Call]:
+def calls(
+    model: Model, module: Any, batch: dict[str, Any], mode: str
+) -> dict[str, Call]:
     """Returns a compiled inference and a compiled step."""
 
     def logits() -> torch.Tensor:
         return module(**batch).logits
 
-    mode = "max-autotune-no-cudagraphs"
     forward = torch.compile(logits, mode=mode)
     loss = torch.compile(lambda: loss_of(model, logits(), batch), mode=mode)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
@@ -151,7 +153,7 @@ def measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
         try:
             config, module, attention = built(model, given.small)
             batch = on_device(model.batch(config, given.small))
-            for what, call in calls(model, module, batch).items():
+            for what, call in calls(model, module, batch, given.mode).items():
                 if what not in given.passes.split(","):
                     continue
                 start = time.perf_counter()
@@ -159,6 +161,7 @@ def measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
                 wait()
                 seconds = round(time.perf_counter() - start, 1)
                 row = {"model": model.name, "pass": what, "attention": attention}
+                row["mode"] = given.mode
                 prepared.append((call, row | {"compile_s": seconds}))
                 print(f"compiled {model.name}, {what}, {seconds} s", flush=True)
         except Exception:
@@ -177,12 +180,17 @@ def measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
 
 def main() -> None:
     """Measures the models that are asked for, in several processes if so asked."""
-    given = in_turns.parser(__doc__).parse_args()
+    parser = in_turns.parser(__doc__)
+    parser.add_argument(
+        "--mode", default="max-autotune-no-cudagraphs", help="of torch.compile"
+    )
+    given = parser.parse_args()
     names = [model.name for model in MODELS]
     rows = in_turns.rows_of("tests.bench.models_torch", names, given, measure_all)
     if rows is not None and given.json:
         record = {
-            "command": "python3 -m tests.bench.models_torch" + " --small" * given.small,
+            "command": f"python3 -m tests.bench.models_torch --mode {given.mode}"
+            + " --small" * given.small,
             "device": torch.cuda.get_device_name() if device() == "cuda" else "cpu",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
