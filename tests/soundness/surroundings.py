@@ -33,7 +33,8 @@ OF = (
     labels.program,
 )  # fmt: skip
 CALLS = (
-    "jax.jit({f})", "jax.jit({f}, inline=True)", "jax.jit({f}, donate_argnums=0)",
+    "jax.jit({f})", "jax.jit({f}, inline=True)",
+    "(lambda g: lambda x, *a: jax.jit(g, donate_argnums=0)(jnp.copy(x), *a))({f})",
     "jax.checkpoint({f})", "jax.checkpoint({f}, prevent_cse=False)",
     "jax.checkpoint({f}, policy=jax.checkpoint_policies.everything_saveable)",
     "jax.checkpoint({f}, policy=jax.checkpoint_policies.dots_saveable)",
