@@ -105,12 +105,12 @@ def expanded(find: Finder, reading: Reading, ends: Sequence[Node]) -> Reading:
         raise Refused("keys", "keys are in several arrays", score=0.2)
     alg = reading.algebra
     q, k, v = (reading.operands[name] for name in "qkv")
-    (value,) = v.parts
     heads = q.parts[0][1][2]  # of grouped ones, each has the matrix of its group
-    (of_values,) = _parts(find, reading, value, heads)
+    values = [p for part in v.parts for p in _parts(find, reading, part, heads)]
     parts = [p for part in k.parts for p in _parts(find, reading, part, heads)]
     made = [p for p in parts if isinstance(p, _Product)]
     rest = [p for p in parts if not isinstance(p, _Product)]
+    of_values = values[0] if len(values) == 1 else None
     if len(made) != 1 or len(rest) > 1 or not isinstance(of_values, _Product):
         raise Refused("keys", "keys and values are no products of an array", score=0.2)
     (of_keys,) = made
@@ -253,6 +253,8 @@ def _parts(
     if node.prim == "dot_general":
         return [_product(find, ev, node, args, groups) or part]
     if node.prim != "concatenate":
+        return [part]
+    if len(wide) != 1:
         return [part]
     found, start = [], 0
     (width,) = wide

@@ -99,6 +99,8 @@ def latent(find: Finder, reading: Reading) -> Reading:
     keys, values = (reading.operands[name] for name in "kv")
     if any(alg.sizes[i] > 1 for i in keys.parts[0][1][2]):
         raise Refused("heads", "each head has keys of its own", score=0.1)
+    if len(values.parts) != 1 or len(values.parts[0][1][3]) != 1:
+        raise Refused("values", "values are in several arrays or axes", score=0.2)
     (value,) = values.parts
     parts = _joined(find, reading, atom_of(alg, value, "values"))
     place = _place_of_values(alg, parts, value)

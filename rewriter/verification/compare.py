@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter.measure import oracle
 from rewriter.support.dtypes import is_float
-from rewriter.verification.decision_inputs import deciding
+from rewriter.verification.decision_inputs import deciding, only_deciding
 from rewriter.verification.judge import Verdicts, judged
 from rewriter.verification.probes import Probe, draws, perturbed, probes
 from rewriter.verification.rounding import coarsest
@@ -166,6 +166,7 @@ class _Both:
         )
         self.unit = _unit(leaves)
         self.deciding = deciding(self.program)
+        self.stay = only_deciding(self.program)
         self.coarse = coarsest(self.program)
         self.replay = functools.cache(lambda: oracle.replay_of(self.program))
 
@@ -210,13 +211,18 @@ class _Both:
         ]
 
     def _moved(self, function: Flat, leaves: Sequence[Any]) -> list[Any]:
-        """Results for arguments that are moved by a rounding, several times."""
+        """Results for arguments that are moved by a rounding, several times.
+
+        Those that only comparisons read stay: what they decide is not a rounding.
+        """
         coarse = max(self.coarse, key=lambda name: jnp.finfo(name or "float64").eps)
         return [
             function(
                 [
-                    perturbed(x, d, coarse, seed)
-                    for x, d in zip(leaves, self.deciding, strict=True)
+                    x if stays else perturbed(x, decides, coarse, seed)
+                    for x, decides, stays in zip(
+                        leaves, self.deciding, self.stay, strict=True
+                    )
                 ]
             )
             for seed in range(SHAKES)

@@ -1,7 +1,8 @@
 """Finds the inputs of a program that its comparisons read.
 
 Such inputs are masks, positions, lengths and thresholds. Changing one bit of them may
-change the result by more than a rounding.
+change the result by more than a rounding. Where nothing but comparisons reads one, and
+what they compare is computed alike in every program, no rounding excuses a difference.
 """
 
 from __future__ import annotations
@@ -19,6 +20,26 @@ DECIDE = frozenset({
     "argmax", "argmin", "top_k", "floor", "ceil", "round", "sign", "rem",
 })  # fmt: skip
 
+SAME = frozenset({
+    "neg", "abs", "max", "min", "clamp", "select_n", "sort", "stop_gradient", "copy",
+    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev",
+    "slice", "dynamic_slice", "gather", "concatenate", "pad", "reduce_max",
+    "reduce_min", "floor", "ceil", "round", "sign", "cummax", "cummin",
+})  # fmt: skip
+"""What moves and chooses numbers, and rounds none."""
+
+ALONE = frozenset({
+    "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite",
+    "argmax", "argmin", "convert_element_type",
+})  # fmt: skip
+"""What makes booleans and integers of numbers."""
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "checkpoint", "remat2", "core_call"})
+
+SUMS = frozenset({"add", "sub"})
+"""Sums of two, which XLA rounds alike in 32 bits and more, but for those of products:
+a product and a sum may become one instruction."""
+
 
 def deciding(program: ClosedJaxpr) -> list[bool]:
     """Returns, for each input, whether a comparison depends on it.
@@ -31,6 +52,72 @@ def deciding(program: ClosedJaxpr) -> list[bool]:
     """
     jaxpr = program.jaxpr
     return _body(jaxpr, [False] * len(jaxpr.outvars))
+
+
+def only_deciding(program: ClosedJaxpr) -> list[bool]:
+    """Returns, for each input, whether all that reads it is decided by its exact bits.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> f = lambda x, y, z: jnp.where((x - y >= 0) & (jnp.exp(z) > 1), x, 0)
+        >>> only_deciding(jax.make_jaxpr(f)(1.0, 1.0, 1.0))
+        [False, True, False]
+    """
+    jaxpr = program.jaxpr
+    rounded = _rounded(jaxpr, [True] * len(jaxpr.outvars))
+    return [not r for r in rounded]
+
+
+def _rounded(body: Any, outs: Sequence[bool]) -> list[bool]:
+    """For each input, whether a rounding of it is one of what the program computes."""
+    jaxpr = getattr(body, "jaxpr", body)
+    marked = {
+        v for v, m in zip(jaxpr.outvars, outs, strict=True) if m and not _literal(v)
+    }
+    summed: set[Any] = set()
+    for eqn in reversed(jaxpr.eqns):
+        found = _rounded_here(eqn, [v in marked for v in eqn.outvars], summed)
+        pairs = zip(eqn.invars, found, strict=True)
+        marked.update(a for a, m in pairs if m and not _literal(a))
+        if _is_summed(eqn, summed):
+            floats = (a for a in eqn.invars if not _literal(a) and _is_float(a))
+            summed.update(floats)
+    return [v in marked and _is_float(v) for v in jaxpr.invars]
+
+
+def _rounded_here(eqn: Any, outs: list[bool], summed: set[Any]) -> list[bool]:
+    name, count = eqn.primitive.name, len(eqn.invars)
+    bodies = list(jaxprs_in_params(eqn.params))
+    if len(bodies) == 1 and name in CALLS and len(bodies[0].invars) == count:
+        pairs = zip(outs, eqn.outvars, strict=True)
+        return _rounded(bodies[0], [m or v in summed for m, v in pairs])
+    if not any(_is_float(v) for v in eqn.outvars) and name in ALONE:
+        return [False] * count
+    return [any(outs) or not _exact(eqn, summed)] * count
+
+
+def _is_summed(eqn: Any, summed: set[Any]) -> bool:
+    """Whether what an equation reads may be part of a sum."""
+    name = eqn.primitive.name
+    return name not in SAME | ALONE or any(v in summed for v in eqn.outvars)
+
+
+def _exact(eqn: Any, summed: set[Any]) -> bool:
+    """Whether each program that computes this from the same bits gives the same."""
+    name, (out, *_) = eqn.primitive.name, eqn.outvars
+    if name in SAME or not _is_float(out):
+        return name in SAME | ALONE
+    wide = jnp.finfo(out.aval.dtype).bits >= 32
+    if name == "convert_element_type":
+        source = eqn.invars[0].aval.dtype
+        return (
+            not _is_float(eqn.invars[0]) or out.aval.dtype.itemsize >= source.itemsize
+        )
+    return wide and (name in SUMS or (name == "mul" and out not in summed))
+
+
+def _is_float(atom: Any) -> bool:
+    return jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact)
 
 
 def _body(body: Any, outs: Sequence[bool]) -> list[bool]:

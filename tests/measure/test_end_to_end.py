@@ -55,6 +55,14 @@ def timestamps_scaled(t, s):
     return attend((t * s)[:, None] - (t * s * 1.0000002)[None] >= 0)
 
 
+def window_of_times(t):
+    return attend((N >= J) & (t[:, None] - t[None] < 0.3))
+
+
+def window_of_sums(t):
+    return attend((N >= J) & (t[:, None] < 0.3 + t[None]))
+
+
 def sentinel(t):
     return attend(pairs(lambda a, b: a >= b)(t))
 
@@ -213,6 +221,8 @@ INFINITE = np.array(Q)
 INFINITE[:, -4:] = np.inf
 CASES = {
     "timestamps": (timestamps, timestamps_scaled, (POSITIONS, np.float32(0.02))),
+    "window of times": (window_of_times, window_of_sums,
+                        (POSITIONS * np.float32(0.1),)),
     "inf sentinel": (sentinel, sentinel_differences,
                      (np.where(POSITIONS < T - 8, POSITIONS, np.float32(np.inf)),)),
     "bfloat16 positions": (low, low_exactly, (POSITIONS,)),

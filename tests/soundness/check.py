@@ -22,7 +22,10 @@ from tests.soundness.program import Program
 
 Pass = Callable[[Joined, Sequence[Program]], Joined]
 
-ATTENTION = ("mask", "operand", "score", "difference", "computed", "merge")
+ATTENTION = (
+    "mask", "operand", "score", "difference", "computed", "merge", "cache", "latent",
+    "triangle",
+)  # fmt: skip
 """Kinds of programs that are attention."""
 
 

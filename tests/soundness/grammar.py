@@ -6,11 +6,15 @@ from collections.abc import Callable
 
 from tests.soundness import (
     attention,
+    caches,
     complex_values,
     computed_masks,
     differences,
     functions,
     group_norms,
+    labels,
+    latents,
+    layers,
     lookups,
     losses,
     merges,
@@ -20,6 +24,8 @@ from tests.soundness import (
     quantized,
     ragged,
     routers,
+    surroundings,
+    triangles,
     units,
     words,
 )  # fmt: skip
@@ -44,6 +50,12 @@ KINDS: dict[str, Callable[[int], Program]] = {
     "computed": computed_masks.program,
     "merge": merges.program,
     "router": routers.program,
+    "cache": caches.program,
+    "latent": latents.program,
+    "triangle": triangles.program,
+    "labels": labels.program,
+    "layer": layers.program,
+    "inside": surroundings.program,
 }
 TURNS = ("mask", "operand", "mask", "norm", "mask", "operand", "norm", "unit", "ragged")
 """Kinds as they take turns; masks have most to go wrong. The others are asked for."""

@@ -16,7 +16,7 @@ ROUNDED = ".astype(jnp.bfloat16).astype(jnp.float32)"
 NARROW = ".astype(jnp.bfloat16)"
 """How those of `NARROWED` round what they go on with."""
 
-NARROWED = ("loss", "quantized")
+NARROWED = ("loss", "quantized", "cache", "layer")
 """Kinds in which nothing is cast that only masks read."""
 
 
@@ -53,6 +53,7 @@ class Program:
         arguments: What it takes.
         entries: Whether each entry of the result counts for itself, as those of
             attention's weights do, and not by the largest of its row.
+        around: Lines behind the function `f`, which call it in other ways.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Program:
     lines: tuple[str, ...]
     arguments: tuple[Argument, ...]
     entries: bool = False
+    around: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:
@@ -71,9 +73,8 @@ class Program:
         """What a reader sees, which runs as it is."""
         names = ", ".join(a.name for a in self.arguments)
         given = [f"# {a}" for a in self.arguments]
-        return "\n".join(
-            [*given, f"def f({names}):", *(f"    {line}" for line in self.lines)]
-        )
+        body = (f"    {line}" for line in self.lines)
+        return "\n".join([*given, f"def f({names}):", *body, *self.around])
 
     @property
     def function(self) -> Callable[..., jax.Array]:

@@ -267,6 +267,23 @@ def values_in_8_bits(q, c, wk, wv, lengths):
     return attend(q, k, v.astype(jnp.float8_e5m2).astype(v.dtype), lengths)
 
 
+def rolled_values(q, c, wk, wv, lengths):
+    k, v = made(c, wk, wv)
+    return attend(q, k, jnp.roll(v, 1, -1), lengths)
+
+
+def values_of_a_rolled_latent(q, c, wk, lengths):
+    k = jnp.einsum("bsc,cnd->bsnd", c, wk)
+    rows = jnp.broadcast_to(jnp.roll(c, 1, -1)[:, :, None], (B, S, N, C))
+    return attend(q, k, rows, lengths)
+
+
+def joined_values(q, c, kr, wk, wv, lengths):
+    k, v = made(c, wk, wv)
+    wide = jnp.broadcast_to(kr[:, :, None], (B, S, N, R))
+    return attend(q, k, jnp.concatenate([v, wide], -1), lengths)
+
+
 def keys_of_whole_numbers(q, c, wk, wv, lengths):
     k, v = made(c, wk, wv)
     return attend(q, k.astype(jnp.int8).astype(k.dtype), v, lengths)
@@ -276,7 +293,8 @@ REFUSED = (
     values_of_other_rows, values_of_turned_rows, keys_are_returned,
     keys_are_summed_too, keys_with_a_bias, normed_keys, rotary_keys_of_heads,
     values_that_are_no_product, keys_of_two_arrays, a_matrix_of_each_sequence,
-    keys_in_8_bits, values_in_8_bits, keys_of_whole_numbers,
+    keys_in_8_bits, values_in_8_bits, keys_of_whole_numbers, rolled_values,
+    values_of_a_rolled_latent, joined_values,
 )  # fmt: skip
 
 
