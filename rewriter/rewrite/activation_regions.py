@@ -31,10 +31,10 @@ FUNCTIONS = frozenset({"erf", "erfc", "tanh", "logistic", "log1p", "exp"})
 """Primitives that take time. A region has one of them."""
 
 OTHERS = frozenset({
-    "abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "copy_p",
-    "div", "eq", "expm1", "ge", "gt", "integer_pow", "is_finite", "le", "log", "lt",
-    "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "rsqrt",
-    "select_n", "sign", "sqrt", "square", "sub",
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type",
+    "copy", "copy_p", "div", "eq", "expm1", "ge", "gt", "integer_pow", "is_finite",
+    "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square",
+    "or", "rsqrt", "select_n", "sign", "sqrt", "square", "sub",
 })  # fmt: skip
 """The other primitives of regions."""
 
@@ -43,6 +43,7 @@ INNER = {**dict.fromkeys(CALLS, "jaxpr"), "custom_jvp_call": "call_jaxpr"}
 """Primitives that call another jaxpr, and the parameter that holds it."""
 
 BARRIER = "optimization_barrier"
+REPEATED = "broadcast_in_dim"
 
 MOST_ARRAYS = 3
 """The most arrays that a region reads."""
@@ -107,8 +108,12 @@ def without_calls(body: Any) -> Any:
     JAX's own activations are jitted. Their results are in memory only if products read
     them, which the function itself does not show.
     """
-    if not any(_is_elementwise_call(eqn) for eqn in body.eqns):
-        return body
+    while any(_is_elementwise_call(eqn) for eqn in body.eqns):
+        body = _without_calls_at_its_top(body)
+    return body
+
+
+def _without_calls_at_its_top(body: Any) -> Any:
     known: dict[Any, Any] = {}
     eqns = []
     for old in body.eqns:
@@ -126,12 +131,12 @@ def without_calls(body: Any) -> Any:
 
 
 def without_unread(body: Any) -> Any:
-    """Returns a body without elementwise equations whose results nothing reads."""
+    """Returns a body without equations of numbers whose results nothing reads."""
     outs = getattr(body, "jaxpr", body).outvars
     read = {v for v in outs if not _jax.is_literal(v)}
     kept = []
     for eqn in reversed(body.eqns):
-        if not _is_elementwise(eqn) or read.intersection(eqn.outvars):
+        if not _is_of_numbers(eqn) or read.intersection(eqn.outvars):
             kept.append(eqn)
             read.update(v for v in eqn.invars if not _jax.is_literal(v))
     if len(kept) == len(body.eqns):
@@ -145,9 +150,11 @@ def _is_elementwise_call(eqn: Any) -> bool:
         return False
     closed = eqn.params["jaxpr"]
     inner = getattr(closed, "jaxpr", closed)
-    names = frozenset[str]().union(*(_names(e) for e in inner.eqns))
-    plain = not getattr(closed, "consts", ()) and not inner.constvars
-    return plain and bool(names) and names <= FUNCTIONS | OTHERS
+    if getattr(closed, "consts", ()) or inner.constvars or not inner.eqns:
+        return False
+    return all(
+        _is_elementwise_call(e) or _names(e) <= FUNCTIONS | OTHERS for e in inner.eqns
+    )
 
 
 def program_of(
@@ -214,7 +221,7 @@ def _apply(eqns: Sequence[Any], known: dict[Any, Any]) -> None:
             _apply(inner.eqns, own)
             (last,) = inner.outvars
             known[out] = own[last] if not _jax.is_literal(last) else read(last)
-        elif name in ("copy", "copy_p"):
+        elif name in ("copy", "copy_p", REPEATED):
             known[out] = values[0]
         elif name == "convert_element_type" and _is_float(out.aval.dtype):
             flag = str(eqn.invars[0].aval.dtype) == "bool"
@@ -298,13 +305,21 @@ def _is_large(eqn: Any, least: int) -> bool:
 
 def _is_elementwise(eqn: Any) -> bool:
     """Whether an equation is of numbers of one shape, of known sizes, and literals."""
-    if len(eqn.outvars) != 1 or eqn.effects or not _names(eqn) <= FUNCTIONS | OTHERS:
+    if not _is_of_numbers(eqn):
         return False
     shape = getattr(eqn.outvars[0].aval, "shape", ())
     known = bool(shape) and all(isinstance(n, int) for n in shape)
+    if eqn.primitive.name == REPEATED and not _jax.is_literal(eqn.invars[0]):
+        return False
     return known and all(
         v.aval.shape == (() if _jax.is_literal(v) else shape) for v in eqn.invars
     )
+
+
+def _is_of_numbers(eqn: Any) -> bool:
+    """Whether an equation has one result, of primitives that regions may have."""
+    allowed = FUNCTIONS | OTHERS
+    return len(eqn.outvars) == 1 and not eqn.effects and _names(eqn) <= allowed
 
 
 def _names(eqn: Any) -> frozenset[str]:

@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "gelu by tanh": jax.nn.gelu,
     "silu": jax.nn.silu,
     "quick gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "mish": jax.nn.mish,
     "tanh": jnp.tanh,
 }
 REPEATS = 5

@@ -30,14 +30,22 @@ def gelu(x: Any) -> Any:
     return 0.5 * x * (1 + jnp.tanh(0.7978845608 * (x + 0.044715 * x * x * x)))
 
 
-def slope(x: Any, up: Any) -> Any:
-    return jax.jvp(gelu, (x,), (up,))[1]
+def mish(x: Any) -> Any:
+    y = jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+    return x * jnp.tanh(jnp.where(x != x, x, y))
 
 
+def slope(of: Any) -> Any:
+    return lambda x, up: jax.jvp(of, (x,), (up,))[1]
+
+
+FUNCTIONS = {
+    "forward": gelu, "gradient": slope(gelu), "gradient and sums": slope(gelu),
+    "mish": mish, "gradient of mish": slope(mish),
+}  # fmt: skip
 PROGRAMS = {
-    "forward": program(gelu, 1, False),
-    "gradient": program(slope, 2, False),
-    "gradient and sums": program(slope, 2, True),
+    name: program(fn, 1 + ("gradient" in name), "sums" in name)
+    for name, fn in FUNCTIONS.items()
 }
 
 
@@ -47,11 +55,12 @@ def drawn(m: int, d: int, count: int) -> list[np.ndarray]:
     return [x.astype(jnp.bfloat16) for x in made]
 
 
-def check(found: Any, given: Any, how: ElementwiseProgram) -> None:
+def check(found: Any, given: Any, name: str) -> None:
     """Results against the function in float64, rounded once; sums of those."""
+    how = PROGRAMS[name]
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in given]
-        exact = np.asarray((gelu if len(wide) == 1 else slope)(*wide))
+        exact = np.asarray(FUNCTIONS[name](*wide))
     made = np.asarray(found[0], np.float64)
     np.testing.assert_allclose(made, exact, 2.0**-8, 2e-4)
     if how.sums:
@@ -66,7 +75,7 @@ def test_simulated(name: str, m: int) -> None:
     how = PROGRAMS[name]
     given = drawn(m, 2048, len(how.inputs))
     with simulator.simulated_activations():
-        check(hopper_kernel.computed(how, given), given, how)
+        check(hopper_kernel.computed(how, given), given, name)
 
 
 def test_supports() -> None:
@@ -105,7 +114,7 @@ def test_numbers(name: str, size: tuple[int, int]) -> None:
     how = PROGRAMS[name]
     given = [jnp.asarray(x) for x in drawn(*size, len(how.inputs))]
     first = hopper.forward(*given, program=how)
-    check(first, given, how)
+    check(first, given, name)
     for again, once in zip(hopper.forward(*given, program=how), first, strict=True):
         np.testing.assert_array_equal(np.asarray(again), np.asarray(once))
 

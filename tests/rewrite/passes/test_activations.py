@@ -34,6 +34,9 @@ ACTIVATIONS: dict[str, Any] = {
     "silu": jax.nn.silu,
     "quick gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "half gelu": lambda x: exact_gelu(x) * 0.5,
+    "mish": jax.nn.mish,
+    "mish by hand": lambda x: x * jnp.tanh(jnp.logaddexp(x, 0)),
+    "jitted in a jitted function": jax.jit(lambda x: 2 * jax.jit(exact_gelu)(x)),
 }
 
 
