@@ -80,9 +80,9 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     time. 577 took 0.92, and 2048 under a causal mask 0.95
     (``tests/bench/results/hopper_float32_h200.json``).
     Under a mask three blocks of queries in memory take as long as two.
-    A function of scores needs registers of its own: blocks then have 64 keys. Otherwise
-    heads of 128 have blocks of 128 keys for dq, not 64. With slopes both passes then
-    take 0.99 of the time, and with a bias of keys 0.97
+    A function of scores needs registers of its own: with heads of more than 64 blocks
+    then have 64 keys. Otherwise heads of 128 have blocks of 128 keys for dq, not 64.
+    With slopes both passes then take 0.99 of the time, and with a bias of keys 0.97
     (``tests/bench/results/hopper_attention_h200.json``).
     """
     whole = short.likely(BackwardTiles(short=True), spec, device, True)
@@ -92,7 +92,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     width, extra, halves = max(h, e), extra_in(spec), is_halved(spec.dtype("q"))
     window = spec.param("window", (None, None))
     if extra.computed:
-        best = BackwardTiles(64, 64)
+        best = BackwardTiles(64, 128 if width <= 64 else 64)
     elif extra.copied or extra.slopes:
         untried = width > 64 and (extra.tables or extra.rows)
         best = BackwardTiles(64, 64 if untried else 128)

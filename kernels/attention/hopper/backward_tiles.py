@@ -244,7 +244,7 @@ class Kernel(abc.ABC):
             bent = pallas.tanh(found * (p.scale / p.softcap))
             found = bent * (p.softcap * (1.0 if p.terms.natural else LOG2E))
             steep = 1.0 - bent * bent
-        elif p.terms.natural:
+        elif p.terms.natural and p.terms.function is None:
             found = found * p.scale
         if seen is Seen.ALIKE:
             return found, steep
@@ -255,7 +255,7 @@ class Kernel(abc.ABC):
             )  # fmt: skip
             found, steep = p.terms.computed(
                 found, place, self.memory, self.given, mine,
-                turned=self.sign < 0, slope=True,
+                scale=p.scale, turned=self.sign < 0, slope=True,
             )  # fmt: skip
             steep = self.hidden(tile, steep, j, 0.0) if part else steep
         if p.terms.slopes:

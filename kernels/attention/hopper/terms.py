@@ -181,19 +181,21 @@ class Terms:
         given: Mapping[str, Any],
         warpgroup: Any,
         *,
+        scale: float,
         turned: bool = False,
         slope: bool = False,
     ) -> tuple[Array, ...]:
         """Returns the function's values, and its derivatives on request.
 
         Args:
-            products: float32 [64, columns], scaled.
+            products: float32 [64, columns].
             place: That of the tile.
             memory: References to `scratch`.
             given: References to arrays in global memory.
             warpgroup: The index of the 64 rows within the tile.
+            scale: What the products are multiplied with first.
             turned: Whether rows are keys.
-            slope: Whether to return derivatives by the products.
+            slope: Whether to return derivatives by the scaled products.
         """
         assert self.function is not None
         parts, shape = dict(self.parts), products.shape
@@ -209,7 +211,7 @@ class Terms:
         read = Read(arrays, same, [given[name] for name in tables], starts)
         return applied(
             self.function, products, rows, pallas.rows(place.column), read,
-            most=place.most, turned=turned, slope=slope,
+            scale=scale, most=place.most, turned=turned, slope=slope,
         )  # fmt: skip
 
     def added(

@@ -122,7 +122,7 @@ def write_number(reference: machine.Reference, value: Any) -> None:
 
 def applied(
     function: Any, products: np.ndarray, rows: np.ndarray, column: np.ndarray,
-    read: Any, *, most: int, turned: bool, slope: bool,
+    read: Any, *, scale: float, most: int, turned: bool, slope: bool,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """The program of a function, line by line, by JAX for all numbers of a tile."""
     shape, of = products.shape, dict(function.dtypes)
@@ -130,6 +130,7 @@ def applied(
     assert max(rows.max(), column[0] + shape[1] - 1) <= most
     columns = np.broadcast_to(column[0] + np.arange(shape[1], dtype=np.int32), shape)
     rows = np.broadcast_to(rows[:, None], shape)
+    products = products * np.float32(scale)
     given = [products, *((columns, rows) if turned else (rows, columns))]
     for x, name in zip(read.arrays, function.arrays, strict=True):
         given.append(np.asarray(x).astype(of[name]))
