@@ -12,12 +12,23 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm
 
 from rewriter.kernels.attention.hopper.pallas import ROWS, TILE
 from rewriter.kernels.shared import elementwise_gpu
-from rewriter.kernels.shared.elementwise_fast import is_small_range, small_to_float
-from rewriter.kernels.shared.register_tiles import moved
+from rewriter.kernels.shared.elementwise_fast import (
+    LOG2E,
+    exp2,
+    is_small_range,
+    small_to_float,
+)
+from rewriter.kernels.shared.register_tiles import (
+    filled,
+    fused,
+    instruction,
+    mapped,
+    moved,
+)
 
 if TYPE_CHECKING:
     from jax import Array
@@ -59,6 +70,7 @@ def applied(
     most: int | None,
     turned: bool,
     slope: bool,
+    sums: tuple[Array, Array] | None = None,
 ) -> tuple[Array, ...]:
     """Returns the function's values, and its derivatives on request.
 
@@ -72,6 +84,8 @@ def applied(
         most: No row and no column has a larger number, if that is known.
         turned: Whether rows are keys and columns are queries.
         slope: Whether to return derivatives.
+        sums: Two terms of the log-sum-exps, as wide, the second in binary digits.
+            Then weights are returned, and weights times derivatives.
     """
     shape = plgpu.ShapeDtypeStruct(products.shape, jnp.float32, layout=TILE)
     arrays, starts = list(read.arrays), list(read.starts)
@@ -80,27 +94,27 @@ def applied(
     @plgpu.inline_mgpu(
         arg_types=(
             TILE, ROWS, ROWS, [TILE] * len(arrays), [ROWS] * len(starts),
-            [plgpu.RefType()] * len(tables),
+            [plgpu.RefType()] * len(tables), [TILE] * len(sums or ()),
         ),
         return_type=[shape] * (1 + slope),
     )  # fmt: skip
     def emit(
         context: Any, products: Any, rows: Any, column: Any, arrays: Any, starts: Any,
-        tables: Any,
+        tables: Any, sums: Any,
     ) -> list[Any]:  # fmt: skip
         del context
         inside = Read(arrays, read.uniform, tables, starts)
         program = function.value_and_slope if slope else function.value
         return _by_columns(
-            function, program, products, rows, column, inside, scale, most, turned
+            function, program, products, rows, column, inside, scale, most, turned, sums
         )
 
-    return tuple(emit(products, rows, column, arrays, starts, tables))
+    return tuple(emit(products, rows, column, arrays, starts, tables, list(sums or ())))
 
 
 def _by_columns(
     function: Function, program: Any, products: Any, rows: Any, column: Any, read: Read,
-    scale: float, most: int | None, turned: bool,
+    scale: float, most: int | None, turned: bool, sums: Sequence[Any],
 ) -> list[Any]:  # fmt: skip
     """Emits a program of a function, for some columns after the others.
 
@@ -138,7 +152,8 @@ def _by_columns(
             known = dict(zip((2, 1) if turned else (1, 2), places, strict=True))
         here = functools.partial(evaluate, floats=known)
         given = _with_lookups(function, given, tables, here)
-        made.append(here(program, given))
+        found = here(program, given)
+        made.append(_weighed(*found, *(x[:, cut] for x in sums)) if sums else found)
     registers = [[x.registers for x in parts] for parts in zip(*made, strict=True)]
     return [
         mgpu.FragmentedArray(
@@ -146,6 +161,14 @@ def _by_columns(
         )
         for x in registers
     ]
+
+
+def _weighed(value: Any, slope: Any, lse: Any, rest: Any) -> list[Any]:
+    """Returns weights, and weights times derivatives."""
+    away = mapped(arith.subf, value, lse)
+    less = instruction("neg.f32")(rest)
+    weights = exp2(fused(away, filled(away, LOG2E), less))
+    return [weights, mapped(arith.mulf, weights, slope)]
 
 
 def _with_lookups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -123,6 +124,7 @@ def write_number(reference: machine.Reference, value: Any) -> None:
 def applied(
     function: Any, products: np.ndarray, rows: np.ndarray, column: np.ndarray,
     read: Any, *, scale: float, most: int, turned: bool, slope: bool,
+    sums: Any = None,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """The program of a function, line by line, by JAX for all numbers of a tile."""
     shape, of = products.shape, dict(function.dtypes)
@@ -141,6 +143,10 @@ def applied(
         found = np.asarray(table.view())[start[0] + np.asarray(place)]
         given += lines.evaluated(look.found, [found.astype(of[look.table]), index])
     made = lines.evaluated(function.value_and_slope if slope else function.value, given)
+    if sums is not None:
+        lse, rest = sums
+        weights = np.exp2((made[0] - lse) * np.float32(math.log2(math.e)) - rest)
+        made = [weights, weights * made[1]]
     return tuple(np.broadcast_to(np.asarray(x, np.float32), shape) for x in made)
 
 
