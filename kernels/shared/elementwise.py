@@ -135,7 +135,7 @@ class Program:
         """
         known = list(given)
         for line in self.lines:
-            known.append(_range(line, [_range_of(x, known) for x in line.ins]))
+            known.append(_range(line, [range_of(x, known) for x in line.ins]))
         return known
 
     @property
@@ -217,7 +217,8 @@ Range = tuple[int, int] | None
 """The least and the largest value of an integer."""
 
 
-def _range_of(place: int | Number, known: Sequence[Range]) -> Range:
+def range_of(place: int | Number, known: Sequence[Range]) -> Range:
+    """Returns the range of a value or constant, if it is an integer's and known."""
     if isinstance(place, int):
         return known[place]
     whole = place.dtype in INTEGERS

@@ -22,8 +22,10 @@ def moved(index: Any, by: int) -> Any:
     """Returns integers plus a constant, in a way that compilers do not see through.
 
     They would compute what is the same in every turn of a loop before it, for all
-    columns of a tile, in half as many registers as the tile has.
+    columns of a tile, in half as many registers as the tile has. Floats stay floats.
     """
+    if isinstance(ir.VectorType(index.registers.flat[0].type).element_type, ir.F32Type):
+        return instruction("add.f32")(index, filled(index, by))
     return instruction("add.s32", "r", "r")(index, filled(index, by, "int32"))
 
 

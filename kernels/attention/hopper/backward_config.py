@@ -18,6 +18,7 @@ from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
 from rewriter.kernels.attention.hopper.widths import backward_widths
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
+from rewriter.ops.score import COLUMN, LOOKUP, ROW
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -80,9 +81,12 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     time. 577 took 0.92, and 2048 under a causal mask 0.95
     (``tests/bench/results/hopper_float32_h200.json``).
     Under a mask three blocks of queries in memory take as long as two.
-    A function of scores needs registers of its own: blocks then have 64 keys. Otherwise
-    heads of 128 have blocks of 128 keys for dq, not 64. With slopes both passes then
-    take 0.99 of the time, and with a bias of keys 0.97
+    A function of scores needs registers of its own: with heads of more than 64 blocks
+    then have 64 keys, unless it is of products alone. What positions give is computed
+    before the products are there, and ptxas 13.0 spills it with 128 keys (a decay 464
+    bytes; caps, softplus, SiLU and GELU nothing).
+    Otherwise heads of 128 have blocks of 128 keys for dq, not 64.
+    With slopes both passes then take 0.99 of the time, and with a bias of keys 0.97
     (``tests/bench/results/hopper_attention_h200.json``).
     """
     whole = short.likely(BackwardTiles(short=True), spec, device, True)
@@ -92,7 +96,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     width, extra, halves = max(h, e), extra_in(spec), is_halved(spec.dtype("q"))
     window = spec.param("window", (None, None))
     if extra.computed:
-        best = BackwardTiles(64, 64)
+        best = BackwardTiles(64, 128 if width <= 64 or _of_products(spec) else 64)
     elif extra.copied or extra.slopes:
         untried = width > 64 and (extra.tables or extra.rows)
         best = BackwardTiles(64, 64 if untried else 128)
@@ -108,6 +112,16 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     tried = [_claiming_backward(x, spec) for x in tried]
     fitting = (x for x in tried if fits_backward_widths(x, h, e, extra, halves).ok)
     return replace(next(fitting, best), programs=processors(device))
+
+
+def _of_products(spec: Spec) -> bool:
+    """Whether a function reads nothing but products and numbers of heads."""
+    score = spec.param("score")
+    if score is None or extra_in(spec).copied:
+        return False
+    reads = {ref.kind for step in score.steps for ref in step.ins}
+    looks_up = any(step.name == LOOKUP for step in score.steps)
+    return not (looks_up or reads & {ROW, COLUMN})
 
 
 def _plain(spec: Spec) -> bool:

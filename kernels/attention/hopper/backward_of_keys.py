@@ -11,6 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import averaged_rows, pallas, panels
 from rewriter.kernels.attention.hopper.backward_config import CHANGES, WEIGHTS
+from rewriter.kernels.attention.hopper.backward_functions import (
+    is_alone,
+    weights_and_passed,
+)
 from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
 from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Tile
 
@@ -116,13 +120,13 @@ class OfKeys(Kernel):
         return pallas.across(found, shape)
 
     def weigh(
-        self, scores: Array, steep: Array | None, lse: Any, rest: Any, seen: Seen
+        self, tile: Tile, products: Array, j: Any, slot: Any, step: Any, seen: Seen
     ) -> tuple[Array, Array]:
         """Returns weights, and the factors of changes of weights.
 
         Both are the same array, or the first has 16 bits, as an operand of products.
         """
-        weights, passed = self.both(scores, steep, lse, rest, seen)
+        weights, passed = self.both(tile, products, j, slot, step, seen)
         if passed is weights:
             weights = lax.optimization_barrier(weights)
             return weights, weights
@@ -132,13 +136,26 @@ class OfKeys(Kernel):
         return lax.optimization_barrier((narrow, passed))
 
     def both(
-        self, scores: Array, steep: Array | None, lse: Any, rest: Any, seen: Seen
+        self, tile: Tile, products: Array, j: Any, slot: Any, step: Any, seen: Seen
     ) -> tuple[Array, Array]:
         """Returns weights, and the factors of changes of weights, in float32."""
+        shape = products.shape
+        lse = self.across("lse", slot, shape)
+        if self.is_alone(seen):
+            rest = self.across("rest", slot, shape)
+            return weights_and_passed(
+                self, tile, products, j, slot, step, seen, (lse, rest)
+            )
+        scores, steep = self.scores(tile, products, j, slot, step, seen)
+        rest = self.across("rest", slot, shape)
         weights, averages = self.weights(scores, lse, rest, seen), self.p.averages
         if seen is Seen.ALIKE and averages is not None and not averages.passes:
-            return weights, pallas.zeros(scores.shape)
+            return weights, pallas.zeros(shape)
         return weights, weights if steep is None else weights * steep
+
+    def is_alone(self, seen: Seen) -> bool:
+        """Returns whether weights follow from a function and positions alone."""
+        return is_alone(self.p, seen)
 
     def begin(self, tile: Tile) -> Any:
         """Returns zeros to accumulate in, and the values that a tile's steps read."""
@@ -163,12 +180,9 @@ class OfKeys(Kernel):
             dk[...], dv[...] = carry
             panels.add_scores(scores, x["k"].at[mine], x["q"].at[slot])
             panels.add_scores(changes, x["v"].at[mine], x["g"].at[slot])
-            lse = self.across("lse", slot, shape)
             found = plgpu.wgmma_accumulator_load(scores, wait_n=p.changes)
             found = lax.optimization_barrier(found)
-            found, steep = self.scores(tile, found, j, slot, step, seen)
-            rest = self.across("rest", slot, shape)
-            weights, steep = self.weigh(found, steep, lse, rest, seen)
+            weights, steep = self.weigh(tile, found, j, slot, step, seen)
             change = lax.optimization_barrier(changes[...])
             panels.add_rows(dv, self.operand(weights), x["g"].at[slot])
             change = steep * (change - self.across("delta", slot, shape))
@@ -269,12 +283,9 @@ class _Weights(Divided):
         def products(scores: Any, dv: Any) -> Any:
             dv[...] = carry
             panels.add_scores(scores, x["k"].at[mine], x["q"].at[slot])
-            lse = self.across("lse", slot, shape)
             found = lax.optimization_barrier(scores[...])
-            found, steep = self.scores(tile, found, j, slot, step, seen)
-            rest = self.across("rest", slot, shape)
-            found, passed = self.both(found, steep, lse, rest, seen)
-            passed = self.chosen(passed, lse)
+            found, passed = self.both(tile, found, j, slot, step, seen)
+            passed = self.chosen(passed, self.across("lse", slot, shape))
             weights, passed = lax.optimization_barrier(
                 (found.astype(dtype), passed.astype(dtype))
             )
@@ -407,6 +418,10 @@ class Fused(OfKeys):
         there = rows < self.p.mask.t
         steep = None if steep is None else jnp.where(there, steep, 0.0)
         return jnp.where(there, found, -jnp.inf), steep
+
+    def is_alone(self, seen: Seen) -> bool:
+        """Returns whether weights follow so; rows past the last key weigh nothing."""
+        return self.p.mask.t % self.p.rows == 0 and super().is_alone(seen)
 
     def add(self, tile: Tile, j: Any, head: Any, place: Any) -> None:
         """Adds a block's dS k to dq of a query head."""

@@ -10,6 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import averaged_rows, pallas, panels
+from rewriter.kernels.attention.hopper.backward_functions import (
+    is_alone,
+    weights_and_passed,
+)
 from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
 from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Tile
 
@@ -119,10 +123,16 @@ class OfQueries(Kernel):
             panels.add_scores(changes, x["g"].at[mine], x["v"].at[second])
             found = plgpu.wgmma_accumulator_load(scores, wait_n=p.changes)
             found = lax.optimization_barrier(found)
-            found, steep = self.scores(tile, found, j, slot, step, seen)
             wide = [pallas.along(x, shape) for x in (lse, *rest)]
-            plain = self.weights(found, wide[0], wide[1] if rest else None, seen)
-            found = plain if steep is None else plain * steep
+            if is_alone(p, seen):
+                rows = wide[0], wide[1]
+                plain, found = weights_and_passed(
+                    self, tile, found, j, slot, step, seen, rows
+                )
+            else:
+                found, steep = self.scores(tile, found, j, slot, step, seen)
+                plain = self.weights(found, wide[0], wide[1] if rest else None, seen)
+                found = plain if steep is None else plain * steep
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             plgpu.barrier_arrive(x["second_free"].at[second])

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import block_masks, pallas, panels
+from rewriter.kernels.attention.hopper.backward_functions import values_and_slopes
 from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
 from rewriter.kernels.attention.hopper.blocks import blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
@@ -244,20 +245,12 @@ class Kernel(abc.ABC):
             bent = pallas.tanh(found * (p.scale / p.softcap))
             found = bent * (p.softcap * (1.0 if p.terms.natural else LOG2E))
             steep = 1.0 - bent * bent
-        elif p.terms.natural:
+        elif p.terms.natural and p.terms.function is None:
             found = found * p.scale
         if seen is Seen.ALIKE:
             return found, steep
         if p.terms.function is not None:
-            place = Place(
-                tile.b, self.head(tile, step), tile.first, j * p.block, p.block,
-                p.parts, slot, p.mask.most(p.rows, p.block),
-            )  # fmt: skip
-            found, steep = p.terms.computed(
-                found, place, self.memory, self.given, mine,
-                turned=self.sign < 0, slope=True,
-            )  # fmt: skip
-            steep = self.hidden(tile, steep, j, 0.0) if part else steep
+            found, steep = values_and_slopes(self, tile, found, j, slot, step, seen)
         if p.terms.slopes:
             found = self.sloped(tile, found, j, step)
         hides = part or not self.classed

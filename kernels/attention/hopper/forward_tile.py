@@ -335,13 +335,13 @@ class Tile:
             unit = 1.0 if p.natural else LOG2E
             bent = pallas.tanh(scores * (p.scale / p.softcap))
             scores = bent * (p.softcap * unit)
-        elif p.natural:
-            scores = scores * p.scale
-        if terms.function is not None:
+        elif terms.function is not None:
             (scores,) = terms.computed(
                 scores, self.place(i, slot), self.x, self.block.given,
-                self.block.warpgroup,
+                self.block.warpgroup, scale=p.scale,
             )  # fmt: skip
+        elif p.natural:
+            scores = scores * p.scale
         if terms.slopes:
             scores = self.sloped(scores, self.key(i))
         mine = self.block.warpgroup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,23 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm
 
 from rewriter.kernels.attention.hopper.pallas import ROWS, TILE
 from rewriter.kernels.shared import elementwise_gpu
-from rewriter.kernels.shared.register_tiles import moved
+from rewriter.kernels.shared.elementwise_fast import (
+    LOG2E,
+    exp2,
+    is_small_range,
+    small_to_float,
+)
+from rewriter.kernels.shared.register_tiles import (
+    filled,
+    fused,
+    instruction,
+    mapped,
+    moved,
+)
 
 if TYPE_CHECKING:
     from jax import Array
@@ -53,21 +66,26 @@ def applied(
     column: Array,
     read: Read,
     *,
+    scale: float,
     most: int | None,
     turned: bool,
     slope: bool,
+    sums: tuple[Array, Array] | None = None,
 ) -> tuple[Array, ...]:
-    """Returns the function's values, and its derivatives by the products on request.
+    """Returns the function's values, and its derivatives on request.
 
     Args:
-        function: The function.
+        function: The function of scaled products, by which it is derived.
         products: float32 [64, n].
         rows: int32 [64], the number of each row.
         column: int32 [64], the number of the first column, the same for all rows.
         read: What else the function reads.
+        scale: What products are multiplied with before.
         most: No row and no column has a larger number, if that is known.
         turned: Whether rows are keys and columns are queries.
         slope: Whether to return derivatives.
+        sums: Two terms of the log-sum-exps, as wide, the second in binary digits.
+            Then weights are returned, and weights times derivatives.
     """
     shape = plgpu.ShapeDtypeStruct(products.shape, jnp.float32, layout=TILE)
     arrays, starts = list(read.arrays), list(read.starts)
@@ -76,27 +94,27 @@ def applied(
     @plgpu.inline_mgpu(
         arg_types=(
             TILE, ROWS, ROWS, [TILE] * len(arrays), [ROWS] * len(starts),
-            [plgpu.RefType()] * len(tables),
+            [plgpu.RefType()] * len(tables), [TILE] * len(sums or ()),
         ),
         return_type=[shape] * (1 + slope),
     )  # fmt: skip
     def emit(
         context: Any, products: Any, rows: Any, column: Any, arrays: Any, starts: Any,
-        tables: Any,
+        tables: Any, sums: Any,
     ) -> list[Any]:  # fmt: skip
         del context
         inside = Read(arrays, read.uniform, tables, starts)
         program = function.value_and_slope if slope else function.value
         return _by_columns(
-            function, program, products, rows, column, inside, most, turned
+            function, program, products, rows, column, inside, scale, most, turned, sums
         )
 
-    return tuple(emit(products, rows, column, arrays, starts, tables))
+    return tuple(emit(products, rows, column, arrays, starts, tables, list(sums or ())))
 
 
 def _by_columns(
     function: Function, program: Any, products: Any, rows: Any, column: Any, read: Read,
-    most: int | None, turned: bool,
+    scale: float, most: int | None, turned: bool, sums: Sequence[Any],
 ) -> list[Any]:  # fmt: skip
     """Emits a program of a function, for some columns after the others.
 
@@ -115,6 +133,11 @@ def _by_columns(
     positions = None if most is None else (0, most)
     ranges = [None, positions, positions]
     same = {3 + i for i, yes in enumerate(read.uniform) if yes}
+    small = most is not None and is_small_range((0, most))
+    floats = [small_to_float(x) for x in (rows, first)] if small else []
+    evaluate = functools.partial(
+        elementwise_gpu.evaluate_scaled, ranges=ranges, uniform=same, scale=scale
+    )
     made = []
     for start in range(0, products.shape[1], AT_ONCE):
         cut = slice(start, start + AT_ONCE)
@@ -123,8 +146,14 @@ def _by_columns(
         given = [products[:, cut], *at]
         for x, dtype in zip(read.arrays, dtypes, strict=True):
             given.append(elementwise_gpu.as_dtype(x[:, cut], dtype))
-        given = _with_lookups(function, given, tables, ranges, same)
-        made.append(elementwise_gpu.evaluate(program, given, ranges, same))
+        known = {}
+        if small:
+            places = floats[0], moved(floats[1], start)
+            known = dict(zip((2, 1) if turned else (1, 2), places, strict=True))
+        here = functools.partial(evaluate, floats=known)
+        given = _with_lookups(function, given, tables, here)
+        found = here(program, given)
+        made.append(_weighed(*found, *(x[:, cut] for x in sums)) if sums else found)
     registers = [[x.registers for x in parts] for parts in zip(*made, strict=True)]
     return [
         mgpu.FragmentedArray(
@@ -134,8 +163,16 @@ def _by_columns(
     ]
 
 
+def _weighed(value: Any, slope: Any, lse: Any, rest: Any) -> list[Any]:
+    """Returns weights, and weights times derivatives."""
+    away = mapped(arith.subf, value, lse)
+    less = instruction("neg.f32")(rest)
+    weights = exp2(fused(away, filled(away, LOG2E), less))
+    return [weights, mapped(arith.mulf, weights, slope)]
+
+
 def _with_lookups(
-    function: Function, given: list[Any], tables: list[Any], ranges: Any, same: Any
+    function: Function, given: list[Any], tables: list[Any], evaluate: Any
 ) -> list[Any]:
     """Returns what is given, and what each lookup finds there.
 
@@ -143,12 +180,11 @@ def _with_lookups(
         function: The function.
         given: Products, rows, columns and arrays.
         tables: For each lookup the address of its numbers, and where its table starts.
-        ranges: For each of what is given the range of its numbers, if it is known.
-        same: The indices of those whose numbers are all the same.
+        evaluate: Evaluates a program of these.
     """
     given, dtypes = list(given), dict(function.dtypes)
     for look, (address, begin) in zip(function.lookups, tables, strict=True):
-        place, index = elementwise_gpu.evaluate(look.place, given, ranges, same)
+        place, index = evaluate(look.place, given)
         found = elementwise_gpu.looked_up(address, begin + place, dtypes[look.table])
         given += elementwise_gpu.evaluate(look.found, [found, index])
     return given

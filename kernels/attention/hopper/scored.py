@@ -267,7 +267,7 @@ KERNEL = HOPPER.kernel(
     Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
     Space(hopper.Tiles, default, configs, fits),
     Space(hopper.BackwardTiles, backward_default, backward_configs, fits_backward),
-    deterministic=hopper.deterministic, saves_out=True, merges=True,
+    version=2, deterministic=hopper.deterministic, saves_out=True, merges=True,
     saves=hopper.saves,
     swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)),
 )  # fmt: skip

@@ -131,6 +131,12 @@ class Terms:
         return bool(self.hiding) or self.compares or "mask" in dict(self.parts)
 
     @property
+    def only_reads(self) -> bool:
+        """Whether all operands are what a function reads."""
+        changes = self.adding or self.slopes or self.masks
+        return not changes and "bias" not in dict(self.parts)
+
+    @property
     def whole_rows(self) -> bool:
         """Whether masks hide only whole rows, the same ones in all heads."""
         thin = dict(self.parts).get("row_terms")
@@ -181,19 +187,24 @@ class Terms:
         given: Mapping[str, Any],
         warpgroup: Any,
         *,
+        scale: float,
         turned: bool = False,
         slope: bool = False,
+        rows: tuple[Array, Array] | None = None,
     ) -> tuple[Array, ...]:
         """Returns the function's values, and its derivatives on request.
 
         Args:
-            products: float32 [64, columns], scaled.
+            products: float32 [64, columns].
             place: That of the tile.
             memory: References to `scratch`.
             given: References to arrays in global memory.
             warpgroup: The index of the 64 rows within the tile.
+            scale: What the products are multiplied with first.
             turned: Whether rows are keys.
-            slope: Whether to return derivatives by the products.
+            slope: Whether to return derivatives by the scaled products.
+            rows: The log-sum-exps in two terms, as wide as the products. Then results
+                are weights, and weights times derivatives.
         """
         assert self.function is not None
         parts, shape = dict(self.parts), products.shape
@@ -204,12 +215,12 @@ class Terms:
                      shape)
             for name in self.function.arrays
         ]  # fmt: skip
-        rows = pallas.row_positions(64) + (place.row + 64 * warpgroup)
+        first = pallas.row_positions(64) + (place.row + 64 * warpgroup)
         same = [parts[name].form == NUMBER for name in self.function.arrays]
         read = Read(arrays, same, [given[name] for name in tables], starts)
         return applied(
-            self.function, products, rows, pallas.rows(place.column), read,
-            most=place.most, turned=turned, slope=slope,
+            self.function, products, first, pallas.rows(place.column), read,
+            scale=scale, most=place.most, turned=turned, slope=slope, sums=rows,
         )  # fmt: skip
 
     def added(

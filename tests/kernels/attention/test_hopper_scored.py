@@ -24,6 +24,7 @@ from rewriter.kernels.attention.hopper.functions import function_of
 from rewriter.kernels.attention.hopper.hoisting import hoisted
 from rewriter.kernels.attention.hopper.scored import KERNEL
 from rewriter.kernels.attention.scored_form import OWN
+from rewriter.ops.device import named
 from rewriter.ops.kernel import spec_of
 from rewriter.ops.score import Ref, Score, lookup_step, number, primitive_step
 from tests.kernels.attention.test_hopper import (
@@ -251,6 +252,25 @@ def test_what_repeats_is_computed_before() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     plain = score_of(lambda x, i, j: x + jnp.abs(i - j).astype(jnp.float32), {})
     assert not hoisted(plain, {}, T, S).parts  # it takes longer to read than to compute
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("width", "of_positions"), [(64, 128), (128, 64)])
+def test_functions_of_positions_have_smaller_blocks(
+    width: int, of_positions: int
+) -> None:
+    """Of dq, for wide heads: those of products alone need fewer registers."""
+    heads = {"score_0": array(1, N, 1, 1)}
+    q = {x: jax.ShapeDtypeStruct((B, 256, N, width), jnp.bfloat16) for x in "qkv"}
+
+    def keys(main: Function) -> int:
+        params = {"score": score_of(main, heads), "window": CAUSAL}
+        spec = spec_of(SCORED, {**q, **heads}, params)
+        return hopper_scored.backward_default(spec, named("h200")).keys
+
+    assert keys(lambda x, i, j, r: r * jnp.tanh(x / r)) == 128
+    away = lambda i, j: jnp.abs(i - j).astype(jnp.float32)
+    assert keys(lambda x, i, j, r: x * jnp.exp(-r * away(i, j))) == of_positions
 
 
 @pytest.mark.once

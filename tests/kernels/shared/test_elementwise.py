@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from rewriter.kernels.shared.elementwise import program
 from tests.kernels.attention.test_hopper import needs_hopper
 from tests.slow import first
 from tests.support.kernels import lines
+from tests.support.kernels.float64 import float64
+from tests.support.kernels.simulated_gpu import elementwise_numbers
 
 Function = Callable[..., Any]
 
@@ -151,8 +154,96 @@ def test_a_function_is_refused_with_the_reason() -> None:
     assert "remainders of floats" in text
 
 
+OF_A_NUMBER: dict[str, Callable[..., Any]] = {
+    "cap": lambda x, i, j, r: r * jnp.tanh(x / r),
+    "cap by an inverse": lambda x, i, j, r: jnp.tanh(x * (1 / r)) * r,
+    "decay": lambda x, i, j, r: (
+        x * jnp.exp(-r * 0.1 * jnp.abs(i - j).astype(jnp.float32))
+    ),
+    "slopes": lambda x, i, j, r: x - r * jnp.abs(i - j),
+    "logarithm": lambda x, i, j, r: x - r * jnp.log1p(1.0 * jnp.maximum(i - j, 0)),
+    "of both": lambda x, i, j, r: r * x * r + 2.5 * x + x * (i + 2 * j) * 0.1,
+    "sigmoid": lambda x, i, j, r: jax.nn.sigmoid(-2 * x / r) - x / 1.7,
+    "chosen": lambda x, i, j, r: jnp.where(r * x > 0.5, x / r, x - 3 * jnp.exp(x / 4)),
+    "hidden": lambda x, i, j, r: jnp.where(j <= i, x * r, jnp.finfo(jnp.float32).min),
+    "wide distances": lambda x, i, j, r: x + (100000 * i - 99999 * j).astype("float32"),
+    "narrow": lambda x, i, j, r: (i - j).astype(jnp.bfloat16) * jnp.bfloat16(1.1) + x,
+}  # fmt: skip
+"""Functions that read one number for all of a tile."""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("slope", [False, True])
+@pytest.mark.parametrize("name", OF_A_NUMBER)
+def test_numbers_with_factors_taken_along(name: str, slope: bool) -> None:
+    """Against the function itself in float64, with what GPUs do done by NumPy."""
+    of = OF_A_NUMBER[name]
+    f = lambda x, i, j, r: of(x, i, j, r).astype(x.dtype)
+    both = lambda x, *more: jax.jvp(lambda x: f(x, *more), (x,), (jnp.ones_like(x),))
+    kinds = ("float32", "int32", "int32", "float32")
+    scalars = [jax.ShapeDtypeStruct((), kind) for kind in kinds]
+    made = program(jax.make_jaxpr(both if slope else f)(*scalars))
+    x, i, j = numbers()
+    x[0, :8] = [0.0, -0.0, 1.0, -1.0, 1e-9, -3e-3, 0.01, 1e-30]
+    for r in (0.7, 30.0, -3.0, 1e4):
+        for scale in (1.0, 64**-0.5, 1e-9):
+            given, most = [x, i, j, np.full_like(x, r)], (0, SIZE - 1)
+            with elementwise_numbers.simulated():
+                got = elementwise_gpu.evaluate_scaled(
+                    made, given, [None, most, most], [3], scale
+                )
+            with float64():
+                wide = x.astype(np.float64) * np.float64(np.float32(scale))
+                want = both(wide, i, j, np.float64(r))
+            for g, w in zip(got, want, strict=False):
+                error = {"rtol": 2e-5, "atol": 2e-6, "err_msg": f"{r} {scale}"}
+                np.testing.assert_allclose(g, w, **error)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("r", [0.0, 1e-40, 1e-30, 1e30, 3e38, np.inf, np.nan, -np.inf])
+def test_extreme_numbers_with_factors_taken_along(r: float) -> None:
+    """The same entries are finite as written."""
+    for name in ("cap", "decay", "slopes", "of both", "sigmoid"):
+        f = OF_A_NUMBER[name]
+        scalars = [jax.ShapeDtypeStruct((), x) for x in ("float32", "int32", "int32")]
+        made = program(jax.make_jaxpr(f)(*scalars, jnp.float32(1)))
+        x, i, j = numbers()
+        x[0] = np.where(np.isfinite(x[0]), x[0], 0)
+        given = [x, i, j, np.full_like(x, r)]
+        with elementwise_numbers.simulated():
+            (got,) = elementwise_gpu.evaluate_scaled(
+                made, given, [None, (0, SIZE - 1), (0, SIZE - 1)], [3], 0.125
+            )
+        with np.errstate(all="ignore"):
+            want = np.asarray(f(x * np.float32(0.125), i, j, np.float32(r)))
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want), err_msg=name)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=name)
+
+
+@pytest.mark.once
+def test_factors_are_joined() -> None:
+    """A decay takes one product before its exponential, and no sums of integers."""
+    of = OF_A_NUMBER["decay"]
+    scalars = [jax.ShapeDtypeStruct((), x) for x in ("float32", "int32", "int32")]
+    made = program(jax.make_jaxpr(of)(*scalars, jnp.float32(1)))
+    x, i, j = numbers()
+    floats = {n: x.astype(np.float32) for n, x in ((1, i), (2, j))}
+    with elementwise_numbers.simulated() as counted:
+        elementwise_gpu.evaluate_scaled(
+            made, [x, i, j, np.full_like(x, 0.1)], [None, (0, 63), (0, 63)], [3], 0.125,
+            floats,
+        )  # fmt: skip
+    assert counted["addi"] == counted["subi"] == 0
+    assert counted["ex2"] == 1
+    assert counted["mulf"] == 3  # of x, of distances, and of both
+
+
 def all_in_one_kernel() -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a kernel that gives every function's numbers, [functions, 64, 64]."""
+    """Returns a kernel that gives every function's numbers, [2 functions, 64, 64].
+
+    The first half is as written, the second with factors taken along.
+    """
     from jax.experimental.mosaic import gpu as mgpu
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
@@ -162,7 +253,7 @@ def all_in_one_kernel() -> Callable[[Any], tuple[Any, ...]]:
     programs = [traced(f) for f in FUNCTIONS.values()]
     shape = plgpu.ShapeDtypeStruct((SIZE, SIZE), jnp.float32, layout=pallas.TILE)
 
-    def applied(program: Any, x: Any) -> Any:
+    def applied(evaluate: Any, program: Any, x: Any) -> Any:
         @plgpu.inline_mgpu(arg_types=(pallas.TILE,), return_type=shape)
         def emit(context: Any, x: Any) -> Any:
             del context
@@ -170,9 +261,7 @@ def all_in_one_kernel() -> Callable[[Any], tuple[Any, ...]]:
                 ir.IntegerType.get_signless(32), x.shape, axis, x.layout, is_signed=True
             )
             given = [x, iota(0), iota(1)]
-            (made,) = elementwise_gpu.evaluate(
-                program, given, [None, (0, SIZE - 1), (0, SIZE - 1)]
-            )
+            (made,) = evaluate(program, given, [None, (0, SIZE - 1), (0, SIZE - 1)])
             return made
 
         return emit(x)
@@ -181,13 +270,14 @@ def all_in_one_kernel() -> Callable[[Any], tuple[Any, ...]]:
         plgpu.copy_gmem_to_smem(source, tile, ready.at[0])
         plgpu.barrier_wait(ready.at[0])
         x = tile[...]
-        for k, one in enumerate(programs):
-            made[...] = applied(one, x)
+        ways = elementwise_gpu.evaluate, elementwise_gpu.evaluate_scaled
+        for k, (by, one) in enumerate(itertools.product(ways, programs)):
+            made[...] = applied(by, one, x)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(made, out.at[k])
             plgpu.wait_smem_to_gmem(0)
 
-    out = [jax.ShapeDtypeStruct((len(programs), SIZE, SIZE), jnp.float32)]
+    out = [jax.ShapeDtypeStruct((2 * len(programs), SIZE, SIZE), jnp.float32)]
     scratch = {
         "tile": pallas.table_tiles((SIZE, SIZE), jnp.float32),
         "made": pallas.table_tiles((SIZE, SIZE), jnp.float32),
@@ -210,7 +300,7 @@ def test_numbers_on_a_gpu() -> None:
     """All in one kernel, each beside XLA on the same device."""
     x, i, j = numbers()
     (got,) = all_in_one_kernel()(x)
-    for k, (name, f) in enumerate(FUNCTIONS.items()):
+    for k, (name, f) in enumerate([*FUNCTIONS.items()] * 2):
         run = f if "float16" in name else jax.jit(f)  # XLA rounds less where compiled
         want = np.asarray(run(*map(jnp.asarray, (x, i, j))).astype(jnp.float32))
         if name in EXACT:

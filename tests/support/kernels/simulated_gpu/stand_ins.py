@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -122,7 +123,8 @@ def write_number(reference: machine.Reference, value: Any) -> None:
 
 def applied(
     function: Any, products: np.ndarray, rows: np.ndarray, column: np.ndarray,
-    read: Any, *, most: int, turned: bool, slope: bool,
+    read: Any, *, scale: float, most: int, turned: bool, slope: bool,
+    sums: Any = None,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """The program of a function, line by line, by JAX for all numbers of a tile."""
     shape, of = products.shape, dict(function.dtypes)
@@ -130,6 +132,7 @@ def applied(
     assert max(rows.max(), column[0] + shape[1] - 1) <= most
     columns = np.broadcast_to(column[0] + np.arange(shape[1], dtype=np.int32), shape)
     rows = np.broadcast_to(rows[:, None], shape)
+    products = products * np.float32(scale)
     given = [products, *((columns, rows) if turned else (rows, columns))]
     for x, name in zip(read.arrays, function.arrays, strict=True):
         given.append(np.asarray(x).astype(of[name]))
@@ -140,6 +143,10 @@ def applied(
         found = np.asarray(table.view())[start[0] + np.asarray(place)]
         given += lines.evaluated(look.found, [found.astype(of[look.table]), index])
     made = lines.evaluated(function.value_and_slope if slope else function.value, given)
+    if sums is not None:
+        lse, rest = sums
+        weights = np.exp2((made[0] - lse) * np.float32(math.log2(math.e)) - rest)
+        made = [weights, weights * made[1]]
     return tuple(np.broadcast_to(np.asarray(x, np.float32), shape) for x in made)
 
 
