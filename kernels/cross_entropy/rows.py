@@ -241,8 +241,9 @@ class Loss:
         own = cotangent * (self.label_smoothing - 1)
         if self.share is None:
             own = own + each
-        else:
+        else:  # the shares of both add up to 1, or to NaN
             own = jnp.stack([(1 - self.share) * own, self.share * own])
+            of_lse = of_lse * jnp.where(jnp.isfinite(self.share), 1, jnp.nan)
         return Slopes(of_lse / row.weight, own, each)
 
     def of_lse(

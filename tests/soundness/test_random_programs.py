@@ -49,6 +49,12 @@ def test_programs_compute_the_same(case: int) -> None:
         "computed",
         "merge",
         "router",
+        "cache",
+        "latent",
+        "triangle",
+        "labels",
+        "layer",
+        "inside",
     ],
 )
 @pytest.mark.parametrize(("first", "ways"), [(0, (FORWARD,)), (15, WAYS)])

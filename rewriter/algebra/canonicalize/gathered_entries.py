@@ -84,6 +84,8 @@ def picked(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Pol
             continue
         if label is not None:
             raise OverBudget("two indices of a lookup are computed")
+        if shape[d] == 1:
+            raise OverBudget("a lookup among one entry, which may be outside")
         place = alg.new_index(shape[d])
         at[d], label = place, (place, start)
     if label is None:

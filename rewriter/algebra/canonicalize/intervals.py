@@ -122,6 +122,10 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
         lo, hi = interval(graph, node.ins[0], depth)
         count = _added(graph, node)
         return min(lo, lo * count), max(hi, hi * count)
+    if prim == "dot_general":
+        lo, hi = _product(*(interval(graph, i, depth) for i in node.ins))
+        count = _multiplied(graph, node)
+        return lo * count, hi * count
     if prim in ("select_n", "concatenate", "pad", "stack"):
         parts = node.ins[1:] if prim == "select_n" else node.ins
         found = [interval(graph, i, depth) for i in parts]
@@ -147,6 +151,12 @@ def _added(graph: Graph, node: Node) -> int:
     if node.prim == "cumsum":
         return _most(shape[node.params["axis"]])
     return math.prod(_most(shape[int(a)]) for a in node.params["axes"])
+
+
+def _multiplied(graph: Graph, node: Node) -> int:
+    """The number of products summed into one."""
+    (axes, _), _ = node.params["dimension_numbers"]
+    return math.prod(_most(graph.shape(node.ins[0])[int(a)]) for a in axes)
 
 
 def _most(size: Any) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.exact_values import is_counted, is_exact, is_position
+from rewriter.algebra.canonicalize.intervals import interval, of_dtype, within
 from rewriter.algebra.canonicalize.primitives import FULL
 from rewriter.algebra.normal_form import Poly
 from rewriter.program.graph import Node
@@ -18,7 +19,9 @@ ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
 CHOOSING = frozenset({"max", "min", "clamp", "select_n"})
 """What computes with numbers, and may take arrays out of a form."""
 
-WRAPPING = frozenset({"add", "sub", "mul", "neg", "abs", "integer_pow", "square"})
+WRAPPING = frozenset({
+    "add", "sub", "mul", "neg", "abs", "integer_pow", "square", "reduce_sum", "cumsum",
+})  # fmt: skip
 """Primitives whose integer results may exceed the dtype."""
 
 
@@ -74,12 +77,14 @@ def _is_of_loop_counters(ev: Any, form: Poly) -> bool:
 def _may_wrap(ev: Any, node: Node, value: int, form: Poly) -> bool:
     """Whether an integer may wrap around, and so differ from its form.
 
-    Without known bounds, only sums and products of 8 and 16 bits are assumed to
-    wrap.
+    Without known bounds, sums and products of 8 and 16 bits are assumed to wrap, and
+    sums of products of 32 bits.
     """
     dtype = ev.g.dtype(value)
     if ev.private or kind_of(dtype) != "i":
         return False
+    if node.prim == "dot_general" and within(of_dtype(dtype), interval(ev.g, value)):
+        return True
     lo, hi = ev.alg.bounds(form)
     if math.isinf(lo) or math.isinf(hi):
         return np.dtype(dtype).itemsize < 4 and node.prim in WRAPPING

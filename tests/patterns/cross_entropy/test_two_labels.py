@@ -260,6 +260,29 @@ def test_the_gradient_of_the_share(name: str) -> None:
     np.testing.assert_allclose(jax.grad(fast, 2)(X, W, SHARE), want, rtol=2e-4)
 
 
+UNKNOWN = {
+    "not a number": np.nan, "infinite": np.inf, "negative": -np.inf, "large": 3e38
+}  # fmt: skip
+"""Shares that do not add up to 1 with the other label's."""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("share", UNKNOWN)
+def test_a_share_that_is_no_number_reaches_the_same_gradients(share: str) -> None:
+    """The log-sum-exp has no share as an ideal sum, and NaN in a program of floats."""
+    names = ("rows", "weighted_means", "mixed_one_hot_rows", "smoothed")
+    fns = [PROGRAMS[name] for name in names]
+    grad = lambda f: jax.value_and_grad(f, (0, 1, 2))
+    fast = lambda f: rewriter.optimize(f, implementation=FORCED)
+    run = lambda way: jax.jit(lambda *a: [jax.tree.leaves(way(f)(*a)) for f in fns])
+    given = X, W, np.float32(UNKNOWN[share])
+    want = run(grad)(*given)
+    for way in (lambda f: grad(fast(f)), lambda f: fast(grad(f))):
+        for name, old, new in zip(names, want, run(way)(*given), strict=True):
+            for x, y in zip(old, new, strict=True):
+                assert (np.isnan(x) == np.isnan(y)).all(), name
+
+
 @pytest.mark.once
 def test_half_of_the_memory() -> None:
     """No logits, of which the program as written holds two arrays."""
