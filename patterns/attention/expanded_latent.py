@@ -107,11 +107,12 @@ def expanded(find: Finder, reading: Reading, ends: Sequence[Node]) -> Reading:
     q, k, v = (reading.operands[name] for name in "qkv")
     (value,) = v.parts
     heads = q.parts[0][1][2]  # of grouped ones, each has the matrix of its group
-    (of_values,) = _parts(find, reading, value, heads)
+    of_values, *more = _parts(find, reading, value, heads)
     parts = [p for part in k.parts for p in _parts(find, reading, part, heads)]
     made = [p for p in parts if isinstance(p, _Product)]
     rest = [p for p in parts if not isinstance(p, _Product)]
-    if len(made) != 1 or len(rest) > 1 or not isinstance(of_values, _Product):
+    one = len(made) == 1 and len(rest) <= 1 and not more
+    if not one or not isinstance(of_values, _Product):
         raise Refused("keys", "keys and values are no products of an array", score=0.2)
     (of_keys,) = made
     of_values = of_values.summed_over(of_keys.summed)
@@ -254,8 +255,9 @@ def _parts(
         return [_product(find, ev, node, args, groups) or part]
     if node.prim != "concatenate":
         return [part]
-    found, start = [], 0
-    (width,) = wide
+    if len(wide) != 1:
+        raise Refused("keys", "keys have several axes of width", score=0.2)
+    found, start, (width,) = [], 0, wide
     for piece in node.ins:
         size = find.graph.shape(piece)[node.params["dimension"]]
         if start + size > alg.sizes[width]:
