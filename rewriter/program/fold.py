@@ -18,17 +18,18 @@ import numpy as np
 
 from rewriter import _jax
 from rewriter.program.alike import written_alike
-from rewriter.program.repeats import Numbered, Run, runs, turns_read
+from rewriter.program.repeats import Numbered, Run, ends_alike, runs, turns_read
 
 WORTH = 300
 """The fewest equations that are worth leaving out."""
 BEHIND = 4
 """The number of turns kept after those left out: two to compare, and their
 neighbours."""
-FEWEST = 3
-"""The same without the neighbour in front. Its results are inputs to the first of the
-two. If that is rewritten like the other nevertheless, it does not matter who makes
-them. So it is unless sites lie across two turns."""
+FEWEST = 2
+"""The same without the neighbours. Results of the one in front are inputs to the first
+of the two; results of the second are read by what follows the run. If both turns are
+rewritten alike nevertheless, it does not matter who makes values and who reads them. So
+it is unless sites lie across two turns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +130,8 @@ def fold(closed_jaxpr: Any, behind: int = BEHIND) -> Folded | None:
     found = runs(program)
     if any(o is not None for run in found for o in run.others):
         behind = BEHIND
+    if behind == FEWEST and not all(ends_alike(program, run) for run in found):
+        behind = FEWEST + 1
     cuts = _cuts(found, behind)
     if sum(len(c.out) * c.run.period for c in cuts) < WORTH:
         return None
@@ -176,7 +179,8 @@ def _cuts(found: Sequence[Run], behind: int) -> list[Cut]:
     for index, run in enumerate(found):
         read = {o[0] for o in run.others if o is not None}
         if not read:
-            cut = Cut(run, range(1, run.count - behind), run.count - 2)
+            like = run.count - (1 if behind == FEWEST else 2)
+            cut = Cut(run, range(1, run.count - behind), like)
         else:
             cut = _mirrored(run, found, cuts, read)
             if cut is None:

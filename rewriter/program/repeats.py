@@ -38,7 +38,9 @@ class Numbered:
         first: For each equation, the number of its first result.
         maker: For each result, the position of its equation.
         constants: The number of inputs that are constants.
-        codes: For each equation a number, equal if primitives and shapes are equal.
+        codes: For each equation a number, equal if primitives and shapes are equal, and
+            by chance for others.
+        effects: Positions of equations with effects.
     """
 
     def __init__(self, jaxpr: Any):
@@ -46,27 +48,22 @@ class Numbered:
         self.inputs = [*jaxpr.constvars, *jaxpr.invars]
         self.constants = len(jaxpr.constvars)
         outs = [eqn.outvars for eqn in self.eqns]
-        ends = list(itertools.accumulate(map(len, outs)))
-        self.first = [0, *ends[:-1]] if ends else []
         self.results: list[Any] = list(itertools.chain.from_iterable(outs))
-        self.maker = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0)).tolist()
+        sizes = np.fromiter(map(len, outs), np.int64, len(outs))
+        self.first = (np.cumsum(sizes) - sizes).tolist()
+        self.maker = np.repeat(np.arange(len(outs)), sizes).tolist()
         shapes = [vs[0].aval.shape if vs else None for vs in outs]
         primitives = [eqn.primitive for eqn in self.eqns]
-        self.codes = 1 + _codes(list(zip(primitives, shapes, strict=True)))
-        for at in [k for k, eqn in enumerate(self.eqns) if eqn.effects]:
-            self.codes[at] = -at  # equal to no other
+        hashes = map(hash, zip(primitives, shapes, strict=True))
+        self.codes = np.fromiter(hashes, np.int64, len(outs))
+        self.effects = [k for k, eqn in enumerate(self.eqns) if eqn.effects]
+        self.codes[self.effects] = self.effects  # no run goes through them
         self.number = dict(zip(self.results, range(len(self.results)), strict=True))
         self.number.update((v, -1 - k) for k, v in enumerate(self.inputs))
 
     def variable(self, number: int) -> Any:
         """The variable of a number."""
         return self.results[number] if number >= 0 else self.inputs[-1 - number]
-
-
-def _codes(things: Sequence[Any]) -> np.ndarray:
-    """Numbers things from zero on; equal things have equal numbers."""
-    number = {thing: k for k, thing in enumerate(dict.fromkeys(things))}
-    return np.fromiter(map(number.__getitem__, things), np.int64, len(things))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +127,26 @@ def runs(program: Numbered) -> list[Run]:
             aligned |= {index, len(found)}
         found.append(run)
     return found
+
+
+def ends_alike(program: Numbered, run: Run) -> bool:
+    """Whether the last turn of a run is wired like those in the middle.
+
+    Args:
+        program: The program.
+        run: A run that reads no other one.
+    """
+    own = list(run.own)
+    steps = np.diff(run.reads[-3:], axis=0)
+    same = steps[0] == steps[1]
+    same[own] = True
+    if not same.all():
+        return False
+    pairs = run.reads[-2:, own].T.tolist()
+    return all(
+        _alike(program, pair, DEEP) and pair[1] < run.first and pair[0] != pair[1]
+        for pair in pairs
+    )
 
 
 def turns_read(run: Run, other: Run) -> np.ndarray:
@@ -272,6 +289,8 @@ def _largest(codes: np.ndarray) -> tuple[int, int, int] | None:
 def _run(program: Numbered, start: int, period: int, count: int) -> Run | None:
     """The part of a stretch whose turns equal the middle one, as a run."""
     eqns, middle = program.eqns, count // 2
+    if any(start <= at < start + period * count for at in program.effects):
+        return None
     good = [True] * count
     columns: list[list[int]] = []
     reader: list[int] = []
@@ -325,12 +344,14 @@ def _columns(
 
 
 def _all_alike(turns: Sequence[Any], lists: Sequence[Sequence[Any]], like: Any) -> bool:
-    """Whether all equations surely have the same parameters and number of operands."""
+    """Whether equations surely have one primitive and equal parameters."""
     try:
         same = [eqn.params for eqn in turns].count(like.params)
     except (TypeError, ValueError):  # arrays, of which nobody asks equality
         return False
-    return same == len(turns) and set(map(len, lists)) == {len(like.invars)}
+    primitives = [eqn.primitive for eqn in turns].count(like.primitive)
+    sizes = set(map(len, lists))
+    return same == primitives == len(turns) and sizes == {len(like.invars)}
 
 
 def _number(number: Mapping[Any, int], atom: Any) -> int | None:

@@ -102,13 +102,34 @@ def regions(
         found = kept
 
 
+def multiplies_16_bits(body: Any) -> bool:
+    """Whether a product or site of a body reads an array of 16 bits.
+
+    Most programs of float32 have none: nothing else needs to be looked at.
+    """
+    return any(
+        getattr(getattr(v.aval, "dtype", None), "itemsize", 0) == 2
+        for eqn in body.eqns
+        if _reads_in_memory(eqn.primitive.name)
+        for v in eqn.invars
+    )
+
+
+def _reads_in_memory(name: str) -> bool:
+    return name in READERS or name.startswith("rewriter_")
+
+
 def without_calls(body: Any) -> Any:
     """Returns a body with the equations of elementwise jitted functions in it.
+
+    It is returned as it is if nothing in it multiplies arrays of 16 bits.
 
     JAX's own activations are jitted. Their results are in memory only if products read
     them, which the function itself does not show.
     """
-    while any(_is_elementwise_call(eqn) for eqn in body.eqns):
+    if not multiplies_16_bits(body):
+        return body
+    while any(map(_is_elementwise_call, body.eqns)):
         body = _without_calls_at_its_top(body)
     return body
 
@@ -390,7 +411,7 @@ def _is_multiplied(equations: Equations, var: Any) -> bool:
                 return False
             multiplied = True
         elif not _is_elementwise(eqn):
-            if name not in READERS and not name.startswith("rewriter_"):
+            if not _reads_in_memory(name):
                 return False
             multiplied |= name != "reduce_sum"
     return multiplied

@@ -16,8 +16,12 @@ from rewriter.algebra.canonicalize.infinities import (
 )
 from rewriter.algebra.canonicalize.primitives import FULL
 from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, OverBudget, Poly
+from rewriter.algebra.normal_form.forms import SNAP
 from rewriter.program.graph import Node
 from rewriter.support.assumptions import FINITE, VARIED
+
+APART = 4 * SNAP
+"""How far apart two numbers are, relatively, if one may stand for those close to it."""
 
 
 # ------------------------------------------------------------------ predicates
@@ -28,7 +32,7 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
     a, b = ev.operands(node, args, mode)
     side = ev.is_side(node.outs[0])
     if _all_choices(a) and _all_choices(b):
-        if side and not alg.blurred.isdisjoint((*a.values(), *b.values())):
+        if side and _may_be_equal(alg, a, b):
             return _as_computed(ev, node, args)
         return _compare_choices(alg, name, a, b)
     if kind_of(ev.g.dtype(node.ins[0])) == "i":
@@ -187,6 +191,21 @@ def _compare_choices(alg: Algebra, name: str, a: Poly, b: Poly) -> int:
             if both != FALSE and test(ca, cb):
                 out = alg.either(out, both)
     return out
+
+
+def _may_be_equal(alg: Algebra, a: Poly, b: Poly) -> bool:
+    """Whether a number that stands for several is too close to one of the other side.
+
+    Where sides are farther apart than such numbers are, a comparison holds for all.
+    """
+    if alg.blurred.isdisjoint((*a.values(), *b.values())):
+        return False
+    pairs = itertools.product((*a.values(), 0.0), (*b.values(), 0.0))
+    return any(
+        not alg.blurred.isdisjoint(pair)
+        and not abs(pair[0] - pair[1]) > APART * max(map(abs, pair))
+        for pair in pairs
+    )
 
 
 def _cases(alg: Algebra, p: Poly) -> list[tuple[int, float]]:

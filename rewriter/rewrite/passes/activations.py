@@ -31,6 +31,7 @@ from rewriter.rewrite.activation_regions import (
     FUNCTIONS,
     INNER,
     Region,
+    multiplies_16_bits,
     program_of,
     regions,
     without_calls,
@@ -63,6 +64,8 @@ def _changed(body: Any, device: Device) -> Changed:
     """Computes activations and their gradients between products in one pass each."""
     names = {eqn.primitive.name for eqn in body.eqns}
     if "dot_general" not in names or not names & (WANTED | INNER.keys()):
+        return body, ()
+    if not multiplies_16_bits(body):
         return body, ()
     equations, kernel = Equations(without_unread(body)), elementwise_kernel()
     if not kernel.kernel.limits.runs_on(device).ok:
