@@ -16,8 +16,6 @@ from rewriter.kernels.norms.by_rows import Call
 from rewriter.kernels.norms.estimate import estimate
 from rewriter.kernels.norms.forms import is_centred, kernels, refusals
 from rewriter.kernels.norms.hopper_config import (
-    LANES,
-    TILE_COLUMNS,
     Norm,
     Teams,
     is_narrow_forward,
@@ -47,18 +45,10 @@ MOST = 1 << 31
 
 # ------------------------------------------------------------------ what it takes
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel supports a use: columns a multiple of 128."""
+    """Returns whether the kernel supports a use: see `hopper_config.is_spread`."""
     if spec.symbolic:
         return SYMBOLIC
     shape, found = spec.shape("x"), refusals(spec, DTYPES)
-    if (
-        shape
-        and 0 not in shape
-        and shape[-1] % LANES
-        and (shape[-1] not in TILE_COLUMNS)
-    ):
-        text = f"not a multiple of {LANES}, nor one of 16 up to {TILE_COLUMNS[-1]}"
-        found.append(no("width", f"rows of {shape[-1]}, {text}"))
     if (size := math.prod(shape)) >= MOST:
         found.append(no("size", f"{size} elements, of at most 2^31 - 1"))
     verdict = all_of(YES, *found)

@@ -48,6 +48,9 @@ nothing."""
 MORE = 1 << 10
 """Bytes of shared memory for barriers."""
 
+COPIED_AT_ONCE = 16
+"""Bytes of the pieces in which rows are copied to shared memory."""
+
 TILE_ROWS = 64
 """Rows of a tile of narrow rows."""
 
@@ -243,15 +246,63 @@ def programs_of(steps: int, config: Teams) -> int:
 def vector_of(norm: Norm, config: Teams) -> int:
     """Returns the neighbouring columns that a lane loads at once: 16 bytes at most.
 
+    Chunks fill a warpgroup's columns if they can. Otherwise the last two overlap, and a
+    vector is chosen for which all chunks take the fewest instructions.
+
     Example:
         >>> norm = Norm(True, 0.0, 8, 1536, "bfloat16", "bfloat16", ())
         >>> vector_of(norm, Teams()), vector_of(norm, Teams(warpgroups=2))
         (4, 2)
+        >>> [vector_of(replace(norm, d=d), Teams()) for d in (2880, 576, 200)]
+        [8, 2, 1]
     """
-    vector = 16 // max(_item(norm.dtype), _item(norm.out))
-    while norm.d // config.warpgroups % (LANES * vector):
-        vector //= 2
-    return vector
+    own, vector = norm.d // config.warpgroups, _most_loaded(norm)
+    if own % LANES == 0:
+        while own % (LANES * vector):
+            vector //= 2
+        return vector
+    able = [v for v in (8, 4, 2, 1) if v <= vector and _takes(own, v)]
+    return min(able, key=lambda v: -(-own // (LANES * v)) * (v + 1), default=1)
+
+
+def _most_loaded(norm: Norm) -> int:
+    return 16 // max(_item(norm.dtype), _item(norm.out))
+
+
+def _takes(own: int, vector: int) -> bool:
+    """Whether chunks of a vector for each lane lie in so many columns."""
+    return own % vector == 0 and own >= LANES * vector
+
+
+def chunks_of(norm: Norm, config: Teams) -> int:
+    """Returns the number of chunks of a warpgroup's columns.
+
+    Example:
+        >>> norm = Norm(True, 0.0, 8, 2880, "bfloat16", "bfloat16", ())
+        >>> chunks_of(norm, Teams())
+        3
+    """
+    return -(-norm.d // (config.warpgroups * LANES * vector_of(norm, config)))
+
+
+def is_spread(norm: Norm, warpgroups: int) -> bool:
+    """Returns whether so many warpgroups can share a row.
+
+    Rows are copied in pieces of 16 bytes. Each warpgroup has a chunk of columns at
+    least.
+
+    Example:
+        >>> norm = Norm(True, 0.0, 8, 2880, "bfloat16", "bfloat16", ())
+        >>> [is_spread(replace(norm, d=d), 1) for d in (2880, 1000, 1001, 96)]
+        [True, True, False, False]
+    """
+    if norm.d % (warpgroups * LANES) == 0:
+        return True
+    read = (norm.dtype, norm.out, *(t for n, t in norm.given if n != "epsilon"))
+    least = min(map(_item, read))
+    if norm.d % warpgroups or norm.d * least % COPIED_AT_ONCE:
+        return False
+    return _takes(norm.d // warpgroups, 1)
 
 
 def shared_memory(norm: Norm, config: Teams, backward: bool) -> int:
@@ -288,14 +339,20 @@ def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
     if together > TOGETHER:
         text = f"{together} warpgroups, and a block has {TOGETHER} at most"
         found.append(no("warpgroups", text))
-    if norm.d % (lanes := config.warpgroups * LANES):
-        found.append(no("lanes", f"rows of {norm.d}, not a multiple of {lanes} lanes"))
+    if not is_spread(norm, config.warpgroups):
+        text = f"nor of {COPIED_AT_ONCE} bytes from {LANES} columns on"
+        if config.warpgroups > 1:
+            text = f"{text} for each of {config.warpgroups} warpgroups"
+        text = f"rows of {norm.d}: not a multiple of {LANES} columns, {text}"
+        found.append(no("lanes", text))
+        return all_of(*found)
     if (count := config.teams * config.stages) > BARRIERS:
         found.append(no("stages", f"{count} of all teams, of at most {BARRIERS}"))
     if (values := rows_of(norm.m, config) * (1 + backward)) > SUMS:
         found.append(no("rows", f"{values} sums at once, of at most {SUMS}"))
     if backward:
-        sums = norm.d * len(norm.summed) // (LANES * config.warpgroups)
+        each = chunks_of(norm, config) * vector_of(norm, config)
+        sums = each * len(norm.summed)
         most = min(255, REGISTERS // together // 8 * 8)
         if (used := sums + MORE_REGISTERS) > most:
             found.append(no("registers", f"{used} registers a lane, of at most {most}"))
@@ -351,6 +408,7 @@ def _verdict_of_tiles(config: Teams, norm: Norm, backward: bool) -> Verdict:
 def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
     """Yields configs, most promising first."""
     able = [w for w in (1, 2, FOUR) if norm.d % (w * LANES) == 0]
+    able = able or [w for w in (1, 2, FOUR) if is_spread(norm, w)] or [1]
     if norm.d in TILE_COLUMNS:
         # One warpgroup leaves a multiprocessor idle: only where rows are no lines.
         fewest = 1 if norm.d % LANES else 2
