@@ -48,8 +48,11 @@ nothing."""
 MORE = 1 << 10
 """Bytes of shared memory for barriers."""
 
-COPIED_AT_ONCE = 16
-"""Bytes of the pieces in which rows are copied to shared memory."""
+COPIED_AT_ONCE = 128
+"""Bytes of which Pallas wants a multiple in copies to shared memory."""
+
+ARRAYS = 5
+"""The most arrays of a block that hold rows, or numbers for each column."""
 
 TILE_ROWS = 64
 """Rows of a tile of narrow rows."""
@@ -253,6 +256,7 @@ def vector_of(norm: Norm, config: Teams) -> int:
         >>> norm = Norm(True, 0.0, 8, 1536, "bfloat16", "bfloat16", ())
         >>> vector_of(norm, Teams()), vector_of(norm, Teams(warpgroups=2))
         (4, 2)
+        >>> from dataclasses import replace
         >>> [vector_of(replace(norm, d=d), Teams()) for d in (2880, 576, 200)]
         [8, 2, 1]
     """
@@ -288,13 +292,14 @@ def chunks_of(norm: Norm, config: Teams) -> int:
 def is_spread(norm: Norm, warpgroups: int) -> bool:
     """Returns whether so many warpgroups can share a row.
 
-    Rows are copied in pieces of 16 bytes. Each warpgroup has a chunk of columns at
+    Rows are copied in pieces of 128 bytes. Each warpgroup has a chunk of columns at
     least.
 
     Example:
         >>> norm = Norm(True, 0.0, 8, 2880, "bfloat16", "bfloat16", ())
-        >>> [is_spread(replace(norm, d=d), 1) for d in (2880, 1000, 1001, 96)]
-        [True, True, False, False]
+        >>> from dataclasses import replace
+        >>> [is_spread(replace(norm, d=d), 1) for d in (2880, 1000, 96)]
+        [True, False, False]
     """
     if norm.d % (warpgroups * LANES) == 0:
         return True
@@ -314,6 +319,8 @@ def shared_memory(norm: Norm, config: Teams, backward: bool) -> int:
     if backward and config.teams > 1:
         ring = max(ring, 4 * norm.d * len(norm.summed))
     kept = norm.bytes_of("scale") + (0 if backward else norm.bytes_of("bias"))
+    if norm.d % LANES:
+        ring += ARRAYS * MORE  # each array begins at a multiple of that
     return ring + kept * norm.d + sums_of(norm, config, backward) + MORE
 
 
