@@ -9,6 +9,7 @@ from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.estimate import (
     BOTH,
     FEW_ROWS,
+    FULL_WIDTH,
     LEAST,
     SMALL,
     STREAMED,
@@ -44,9 +45,10 @@ took 4 times as long for 8 x 80 x 16 heads, and 2.7 times for 64 x 49 x 3 heads 
 bias and its gradient
 (``tests/bench/results/choices_small_h200.json``, ``choices_few_scores_h200.json``)."""
 
-SMALLEST_ONE, SMALLEST_LENGTHS = 4 << 20, 1 << 20
-"""The same of a single entry, without and with lengths. XLA takes three kernels for it,
-and seven for several: 6.7 of our 7.1 µs for 256 x 12 heads."""
+SMALLEST_ONE, SMALLEST_MORE = 4 << 20, 1 << 20
+"""The same of a single entry, without and with lengths or a bias. XLA takes three
+kernels for it, and seven for several: 6.7 of our 7.1 µs for 256 x 12 heads, and 7.0 of
+our 6.1 with a bias. A single entry of 64 positions took 1.3 to 1.5 of our time."""
 
 OWN = {"forward": 1.03, "forward_and_vjp": 0.98}
 OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
@@ -61,6 +63,14 @@ causal mask it was 0.95 (``tests/bench/results/hopper_float32_h200.json``)."""
 
 TILE, BLOCK = 128, 64
 """Queries of a head that are multiplied at once, and the fewest keys."""
+
+STEPS = {
+    "begin": 3.5e-6, "forward": 0.66e-6, "begin backward": 8e-6, "backward": 1e-6,
+}  # fmt: skip
+"""Seconds of `BLOCK` keys of a tile, and of its queries in the gradients, in heads of
+up to 128; and of what comes before. 27 µs for 2293 keys and 185 queries of 4
+heads of 80, 16 for 1024 of 4 of 64, 7 for 256 of 12
+(``tests/bench/results/held_out_h200.json``, ``choices_few_scores_h200.json``)."""
 
 STREAMING = frozenset({"q", "k", "v", "kv_lengths", "offset"})
 """Operands of decoding for which this kernel was measured."""
@@ -104,9 +114,11 @@ def _smallest(spec: Spec, passes: str) -> int:
     whole, several = short.takes(spec).ok, spec.shape("q")[0] > 1
     if passes != "forward" and spec.has("bias") and 1 not in spec.shape("bias")[2:]:
         return SMALLEST_SHORT_TABLE if whole and several else SMALLEST_TABLE
+    if whole:
+        return SMALLEST_SHORT
     if not several:
-        return SMALLEST_LENGTHS if spec.has("kv_lengths") else SMALLEST_ONE
-    return SMALLEST_SHORT if whole else SMALLEST
+        return SMALLEST_MORE if set(spec.operands) - set("qkv") else SMALLEST_ONE
+    return SMALLEST
 
 
 def _streams(spec: Spec, device: Device, passes: str) -> bool:
@@ -153,10 +165,29 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
     made = seconds(
         device, _work(spec, both), 0.0, compute=reached, launches=launches
     )  # fmt: skip
-    made = max(made, least(spec, device, passes))
+    made = max(made, least(spec, device, passes), _in_turn(spec, both))
     made *= CAPPED if spec.param("softcap") is not None else 1.0
     made += copies(device, _made_wider(spec, both) + _made_halves(spec, both))
     return _with_gradients(spec, device, made) if both else made
+
+
+def _in_turn(spec: Spec, both: bool) -> float:
+    """Returns the seconds of a tile's blocks, which follow one another.
+
+    However few tiles there are, they take as long: see `STEPS`. With lengths, blocks
+    may be few.
+    """
+    if spec.has("kv_lengths"):
+        return 0.0
+    (_, t, _, h), s = spec.shape("q"), spec.shape("k")[1]
+    left, right = spec.param("window", (None, None))
+    seen = s if left is None or right is None else min(s, left + right + TILE)
+    wide = max(1.0, h / FULL_WIDTH)
+    forward = STEPS["begin"] + STEPS["forward"] * wide * -(-seen // BLOCK)
+    if not both:
+        return forward
+    tiles = -(-seen // BLOCK) + -(-min(t, seen) // BLOCK)
+    return forward + STEPS["begin backward"] + STEPS["backward"] * wide * tiles
 
 
 def _work(spec: Spec, both: bool) -> float:
