@@ -30,6 +30,10 @@ ON_HOPPER = {True: 0.85, False: 0.89}
 """The share that our kernel for Hopper GPUs reached there, by whether rows are centred
 (``tests/bench/results/hopper_norms_h200.json``)."""
 
+SMALL = 3
+"""XLA's kernels with gradients of arrays that the chip's cache holds, as many as take
+`rewriter.ops.estimate.LAUNCH_S` each."""
+
 NARROW = {"xla": 0.46, "hopper": 0.65}
 """The shares of both, of layer norms of 256 to 768 columns with gradients
 (``tests/bench/results/choices_h100.json``)."""
@@ -53,10 +57,12 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     each = seconds(device, 0.0, work.bytes, memory=reached)
     if device.platform != "tpu":
         share = ON_HOPPER[centred]
+        if hopper_config.is_small(spec) and passes != "forward":
+            each = seconds(device, 0.0, work.bytes, memory=reached, launches=SMALL)
         if hopper_config.is_narrow(spec, passes):
             share = NARROW["hopper"]
             each = seconds(device, 0.0, work.bytes, memory=NARROW["xla"])
-        if hopper_config.is_narrow_forward(spec, passes):
+        if hopper_config.is_slow_forward(spec, passes):
             xla = NARROW_FORWARD[centred]
             each = seconds(device, 0.0, work.bytes, memory=xla)
         own = seconds(device, 0.0, work.bytes, memory=share)

@@ -18,7 +18,7 @@ from rewriter.kernels.norms.forms import is_centred, kernels, refusals
 from rewriter.kernels.norms.hopper_config import (
     Norm,
     Teams,
-    is_narrow_forward,
+    is_slow_forward,
     measured,
     norm_of,
     proposed,
@@ -67,7 +67,7 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 def margin(spec: Spec, device: Device, passes: str) -> float | None:
     """Returns the share of XLA's time that is enough where both were compared."""
     del device
-    return 1.0 if is_narrow_forward(spec, passes) else None
+    return 1.0 if is_slow_forward(spec, passes) else None
 
 
 # ------------------------------------------------------------------- its configs

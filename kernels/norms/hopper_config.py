@@ -83,7 +83,7 @@ product they took 0.94 to 1.01, and 1.07 where rows were of 12 MiB
 NARROW_AND_SMALL = {True: (range(64, 1024),), False: (range(256, 1024),)}
 """The same of arrays below `MEASURED_BYTES`."""
 
-SMALL_BYTES, SMALL_ROWS = 3 << 20, 1024
+SMALL_BYTES, SMALL_ROWS = 2 << 20, 1024
 """The fewest bytes and rows that pay with gradients. Smaller arrays than
 `MEASURED_BYTES` stay in the chip's cache, and XLA's five to seven kernels took 1.3 to
 2.8 times as long as ours on an H100 (``tests/bench/results/small_norms_h100.json``)."""
@@ -96,7 +96,7 @@ def measured(spec: Spec, passes: str) -> Verdict:
     if is_narrow(spec, passes):
         columns = _narrow(spec)
     least = MEASURED_BYTES
-    if is_narrow_forward(spec, passes):
+    if is_slow_forward(spec, passes):
         return YES
     if passes != "forward" and math.prod(shape[:-1]) >= SMALL_ROWS:
         least = SMALL_BYTES
@@ -109,24 +109,29 @@ def measured(spec: Spec, passes: str) -> Verdict:
 
 def is_narrow(spec: Spec, passes: str) -> bool:
     """Returns whether a use has narrow rows that XLA takes long for, with gradients."""
-    columns = spec.shape("x")[-1]
-    untried = columns % LANES and _item(spec.dtype("x")) > 2
-    return passes != "forward" and _is_in(columns, _narrow(spec)) and not untried
+    return passes != "forward" and _is_in(spec.shape("x")[-1], _narrow(spec))
 
 
 def _is_in(columns: int, ranges: tuple[range, ...]) -> bool:
     return any(columns in each for each in ranges)
 
 
-def is_narrow_forward(spec: Spec, passes: str) -> bool:
-    """Returns whether a use has narrow rows that XLA takes longer for, without them."""
-    enough = _bytes_of_rows(spec) >= FORWARD_BYTES
-    return passes == "forward" and spec.shape("x")[-1] in FORWARD_COLUMNS and enough
+def is_slow_forward(spec: Spec, passes: str) -> bool:
+    """Returns whether XLA takes longer for a use without gradients."""
+    columns, size = spec.shape("x")[-1], _bytes_of_rows(spec)
+    if columns in MEASURED_COLUMNS:
+        return passes == "forward" and size >= MEASURED_BYTES
+    enough = columns in FORWARD_COLUMNS and size >= FORWARD_BYTES
+    return passes == "forward" and enough
+
+
+def is_small(spec: Spec) -> bool:
+    """Returns whether all rows are so small that the chip's cache holds them."""
+    return _bytes_of_rows(spec) < MEASURED_BYTES
 
 
 def _narrow(spec: Spec) -> tuple[range, ...]:
-    small = _bytes_of_rows(spec) < MEASURED_BYTES
-    return (NARROW_AND_SMALL if small else NARROW)[is_centred(spec)]
+    return (NARROW_AND_SMALL if is_small(spec) else NARROW)[is_centred(spec)]
 
 
 def _bytes_of_rows(spec: Spec) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import pytest
 
 import rewriter
 from tests.bench import choices, held_out, record, small_choices
@@ -103,8 +104,14 @@ def _norm(name: str) -> Row | None:
     return choices.norming(kind, rows, columns, jax.numpy.dtype(rest[1]))
 
 
-KNOWN = {}
-"""Uses whose choice is known to be slower, and why."""
+KNOWN = {
+    # Between an add and a product they took longer than XLA: norms_in_programs_h200.
+    ("h100", "layer 8192x768 bfloat16", "forward"): 1.07,
+    ("h100", "rms 8192x768 bfloat16", "forward"): 1.12,
+    # By the rule for decoding, for which cuDNN's time was not modelled.
+    ("h100", "decode b16 s8k 32/8", "forward"): 1.04,
+}
+"""Uses whose choice is known to be slower, how much, and why."""
 
 
 def slower(uses: list[Use]) -> dict[tuple[str, str, str], float]:
@@ -117,7 +124,12 @@ def slower(uses: list[Use]) -> dict[tuple[str, str, str], float]:
     return found
 
 
-def test_norms() -> None:
-    uses = [use for use in stored() if use.row.op.endswith("norm")]
+@pytest.mark.parametrize(
+    "kind", ["norm", pytest.param("attention", marks=pytest.mark.once)]
+)
+def test_the_fastest_is_chosen(kind: str) -> None:
+    uses = [use for use in stored() if use.row.op.endswith(kind)]
     assert len(uses) > 70
-    assert not {k: v for k, v in slower(uses).items() if k not in KNOWN}
+    wrong = slower(uses)
+    assert {k: v for k, v in wrong.items() if v > KNOWN.get(k, 0)} == {}
+    assert len(wrong) < 0.03 * len(uses)

@@ -56,6 +56,11 @@ OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
 H100 it was 1.04 and 0.97 with all keys, 1.06 to 1.16 and 1.05 to 1.20 under such masks
 (``tests/bench/results/choices_attention_h100.json``)."""
 
+LONG, OWN_LONG = 12288, 0.93
+"""Keys from which gradients under a causal mask are slower than cuDNN's, and their
+rate. With 16k keys they took 1.04 of its time on an H100 and 1.14 on an H200 (the
+shipped measurements)."""
+
 AHEAD = 1.06
 """How much faster gradients are where the rows of the next tile are copied ahead. With
 all keys seen, 512 positions took 0.92 of the time and 577 took 0.93. With 2048 under a
@@ -161,6 +166,8 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
     both = passes != "forward"
     own = OWN_UNEVEN if _uneven(spec) else OWN
     reached, launches = own[passes] * share(passes, filled(h)), 7 if both else 2
+    if both and _uneven(spec) and min(_lengths(spec)) >= LONG and not _is_window(spec):
+        reached *= OWN_LONG / own[passes]
     reached *= AHEAD if both and backward_default(spec, device).ahead > 1 else 1.0
     made = seconds(
         device, _work(spec, both), 0.0, compute=reached, launches=launches
@@ -211,6 +218,16 @@ def _work(spec: Spec, both: bool) -> float:
 def _uneven(spec: Spec) -> bool:
     """Whether rows see unequal numbers of keys for no other reason than positions."""
     return sees_unevenly(spec) and not spec.has("prefix")
+
+
+def _lengths(spec: Spec) -> tuple[int, int]:
+    """The numbers of queries and of keys."""
+    return spec.shape("q")[1], spec.shape("k")[1]
+
+
+def _is_window(spec: Spec) -> bool:
+    """Whether keys are hidden that are too far before a query."""
+    return spec.param("window", (None, None))[0] is not None
 
 
 def _flops(spec: Spec, passes: str, read: Callable[[int], int]) -> float:
