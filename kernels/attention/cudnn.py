@@ -152,12 +152,14 @@ takes 44 microseconds for 160 and for 192 positions, 64 sequences of 12 heads of
 
 STEPS = {
     "begin": 2.2e-6, "forward": 0.58e-6, "begin backward": 7e-6, "backward": 1.6e-6,
+    "wider": 0.33,
 }  # fmt: skip
 """Seconds of `STEP` keys of a tile, of as many queries in the gradients, and of what
 comes before, in heads of up to 128; wider ones take twice as long for their width. 11.6
 µs for 1024 positions of 4 heads of 64, and 42.6
 with gradients; 5.2 and 18.8 for 256 of 12
-(``tests/bench/results/choices_few_scores_h200.json``)."""
+(``tests/bench/results/choices_few_scores_h200.json``). Keys of heads of 128 take 1.33
+times as long as those of 64 (``few_tiles_h200.json`` there)."""
 
 WIDE = 0.85
 """The share of its rate that cuDNN reaches in gradients of heads wider than 128; our
@@ -193,8 +195,9 @@ def _in_turn(spec: Spec, both: bool) -> float:
     left, _ = spec.param("window", (None, None))
     seen = s if left is None else min(s, left + TILE)
     wide = 1.0 if h <= FULL_WIDTH else 2 * h / FULL_WIDTH
+    of_keys = wide * (1 + STEPS["wider"] * max(0, min(h, FULL_WIDTH) - STEP) / STEP)
     copied = LAUNCH_S * 2 * (t % 2 + s % 2)
-    forward = STEPS["begin"] + STEPS["forward"] * wide * -(-seen // STEP)
+    forward = STEPS["begin"] + STEPS["forward"] * of_keys * -(-seen // STEP)
     if not both:
         return forward + copied
     steps = wide * -(-min(t, seen) // STEP)

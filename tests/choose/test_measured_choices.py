@@ -21,7 +21,8 @@ from tests.bench.choices import Row
 
 FILES = {
     "h200": ("held_out_h200", "choices_h200", "choices_small_h200",
-             "choices_few_scores_h200", "narrow_norms_h200"),
+             "choices_few_scores_h200", "narrow_norms_h200", "few_tiles_h200",
+             "norms_grid_h200"),
     "h100": ("choices_h100", "choices_attention_h100", "small_norms_h100"),
 }  # fmt: skip
 """Records by device; of a use that is in several, the last one counts."""

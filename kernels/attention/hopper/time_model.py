@@ -25,7 +25,7 @@ from rewriter.kernels.attention.hopper.backward_config import (
     backward_default,
     fits_backward,
 )
-from rewriter.kernels.attention.hopper.config import sees_unevenly
+from rewriter.kernels.attention.hopper.config import is_one_block, sees_unevenly
 from rewriter.kernels.attention.hopper.dtypes import is_halved, products
 from rewriter.kernels.attention.hopper.widths import COPIED, filled, filled_backward
 from rewriter.kernels.attention.weights import PARAM
@@ -77,6 +77,13 @@ up to 128; and of what comes before. 27 µs for 2293 keys and 185 queries of 4
 heads of 80, 16 for 1024 of 4 of 64, 7 for 256 of 12
 (``tests/bench/results/held_out_h200.json``, ``choices_few_scores_h200.json``)."""
 
+FEW_TILES = 0.95
+"""The share of XLA's time that is enough for few tiles
+(``tests/bench/results/few_tiles_h200.json``)."""
+
+STEP_WIDTH = 64
+"""Columns of heads up to which all keys may be one block."""
+
 STREAMING = frozenset({"q", "k", "v", "kv_lengths", "offset"})
 """Operands of decoding for which this kernel was measured."""
 
@@ -112,6 +119,18 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
         return YES
     text = f"scores of {scores / MIB:.3g} MiB: not measured below {least / MIB:g} MiB"
     return no("small", text)
+
+
+def margin(spec: Spec, device: Device, passes: str) -> float | None:
+    """Returns the share of XLA's time that is enough; None for the usual one.
+
+    A forward of few tiles is estimated within a tenth.
+    """
+    takes = modelled(spec, device, passes).ok and not short.takes(spec).ok
+    if passes != "forward" or not takes or _streams(spec, device, passes):
+        return None
+    few = _in_turn(spec, False) >= _seconds(spec, device, passes)
+    return FEW_TILES if few else None
 
 
 def _smallest(spec: Spec, passes: str) -> int:
@@ -165,7 +184,7 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
         return seconds(device, 0.0, _of_short(spec, passes), memory=SHORT[passes])
     both = passes != "forward"
     own = OWN_UNEVEN if _uneven(spec) else OWN
-    reached, launches = own[passes] * share(passes, filled(h)), 7 if both else 2
+    reached, launches = own[passes] * share(passes, filled(h)), 7 if both else 1
     if both and _uneven(spec) and min(_lengths(spec)) >= LONG and not _is_window(spec):
         reached *= OWN_LONG / own[passes]
     reached *= AHEAD if both and backward_default(spec, device).ahead > 1 else 1.0
@@ -190,7 +209,8 @@ def _in_turn(spec: Spec, both: bool) -> float:
     left, right = spec.param("window", (None, None))
     seen = s if left is None or right is None else min(s, left + right + TILE)
     wide = max(1.0, h / FULL_WIDTH)
-    forward = STEPS["begin"] + STEPS["forward"] * wide * -(-seen // BLOCK)
+    blocks = 1 if is_one_block(spec) and h <= STEP_WIDTH else -(-seen // BLOCK)
+    forward = STEPS["begin"] + STEPS["forward"] * wide * blocks
     if not both:
         return forward
     tiles = -(-seen // BLOCK) + -(-min(t, seen) // BLOCK)
