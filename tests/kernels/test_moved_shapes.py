@@ -148,7 +148,7 @@ def sums(draws: Draws) -> Specs:
 
 def images(draws: Draws) -> Specs:
     """Images of channels in 32 groups, and a scale and a bias of each channel."""
-    side, c = int(draws.integers(16, 65)), int(32 * draws.choice([4, 8, 10, 20]))
+    side, c = int(2 * draws.integers(8, 33)), int(32 * draws.choice([4, 8, 10, 20]))
     b = max(1, (4 << 20) // (side * side * c))
     return spec(b, side, side, c), spec(c, dtype=F32), spec(c, dtype=F32)
 
