@@ -36,7 +36,7 @@ from rewriter.kernels.attention.memory import temporary
 from rewriter.kernels.attention.op import OP
 from rewriter.kernels.attention.reference import visible
 from rewriter.ops.device import Device, deterministic_xla
-from rewriter.ops.estimate import seconds
+from rewriter.ops.estimate import LAUNCH_S, seconds
 from rewriter.ops.kernel import Kernel, Limits, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -109,7 +109,7 @@ FEWEST, LEAST_SCORES = 50, 16 << 20
 XLA on an H200 (``tests/bench/results/choices_small_h200.json``)."""
 
 
-FEW_TILES, FEW_SCORES = 48, 1 << 19
+FEW_TILES, FEW_SCORES = 64, 1 << 19
 """Tiles of `TILE` queries up to which it is faster than our kernels, whose gradients
 are two of them, and the fewest bytes of scores: 4.3 µs of XLA's 5.7 with 128 queries of
 12 heads, 5.1 of our 7.1 with 256, 40 of our 44 with 512 and gradients (the same
@@ -117,10 +117,10 @@ figures)."""
 
 
 def _is_of_few_tiles(spec: Spec) -> bool:
-    """Whether few tiles of whole rows are all there is."""
+    """Whether few tiles are all there is."""
     (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
     few = b * n * -(-t // TILE) <= FEW_TILES and min(t, s) >= TILE
-    return few and t % 8 == s % 8 == 0 and 4 * b * n * t * s >= FEW_SCORES
+    return few and 4 * b * n * t * s >= FEW_SCORES
 
 
 def modelled(spec: Spec, device: Device | None = None, passes: str = "") -> Verdict:
@@ -150,6 +150,17 @@ TILE = 128
 takes 44 microseconds for 160 and for 192 positions, 64 sequences of 12 heads of 64
 (``tests/bench/results/hopper_float32_h200.json``)."""
 
+STEPS = {
+    "begin": 2.2e-6, "forward": 0.58e-6, "begin backward": 7e-6, "backward": 1.6e-6,
+    "wider": 0.33,
+}  # fmt: skip
+"""Seconds of `STEP` keys of a tile, of as many queries in the gradients, and of what
+comes before, in heads of up to 128; wider ones take twice as long for their width. 11.6
+µs for 1024 positions of 4 heads of 64, and 42.6
+with gradients; 5.2 and 18.8 for 256 of 12
+(``tests/bench/results/choices_few_scores_h200.json``). Keys of heads of 128 take 1.33
+times as long as those of 64 (``few_tiles_h200.json`` there)."""
+
 WIDE = 0.85
 """The share of its rate that cuDNN reaches in gradients of heads wider than 128; our
 kernel loses nothing there."""
@@ -174,8 +185,23 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
     if _is_of_few_tiles(spec):
         launches = 4 if both else 1
     made = seconds(device, flops, 0.0, compute=reached, launches=launches)
-    made = max(made, least(spec, device, passes))
+    made = max(made, least(spec, device, passes), _in_turn(spec, both))
     return made + copies(device, made_even(spec, both))
+
+
+def _in_turn(spec: Spec, both: bool) -> float:
+    """Returns the seconds of a tile's blocks, which follow one another: see `STEPS`."""
+    (_, t, _, h), s = spec.shape("q"), spec.shape("k")[1]
+    left, _ = spec.param("window", (None, None))
+    seen = s if left is None else min(s, left + TILE)
+    wide = 1.0 if h <= FULL_WIDTH else 2 * h / FULL_WIDTH
+    of_keys = wide * (1 + STEPS["wider"] * max(0, min(h, FULL_WIDTH) - STEP) / STEP)
+    copied = LAUNCH_S * 2 * (t % 2 + s % 2)
+    forward = STEPS["begin"] + STEPS["forward"] * of_keys * -(-seen // STEP)
+    if not both:
+        return forward + copied
+    steps = wide * -(-min(t, seen) // STEP)
+    return forward + copied + STEPS["begin backward"] + STEPS["backward"] * steps
 
 
 # ------------------------------------------------------------------- what it takes

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rewriter.kernels.norms import hopper_config
+from rewriter.kernels.norms import hopper_measured
 from rewriter.kernels.norms.cost import cost
 from rewriter.kernels.norms.forms import is_centred
+from rewriter.kernels.norms.hopper_config import of_spec
+from rewriter.kernels.shared.hopper import PROCESSORS
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import seconds
 from rewriter.ops.kernel import Spec
@@ -29,6 +31,10 @@ WITH_GRADIENTS = {True: 0.3, False: 0.65}
 ON_HOPPER = {True: 0.85, False: 0.89}
 """The share that our kernel for Hopper GPUs reached there, by whether rows are centred
 (``tests/bench/results/hopper_norms_h200.json``)."""
+
+SMALL = 3
+"""XLA's kernels with gradients of arrays that the chip's cache holds, as many as take
+`rewriter.ops.estimate.LAUNCH_S` each."""
 
 NARROW = {"xla": 0.46, "hopper": 0.65}
 """The shares of both, of layer norms of 256 to 768 columns with gradients
@@ -52,16 +58,18 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     reached = FORWARD if passes == "forward" else WITH_GRADIENTS[centred]
     each = seconds(device, 0.0, work.bytes, memory=reached)
     if device.platform != "tpu":
-        share = ON_HOPPER[centred]
-        if hopper_config.is_narrow(spec, passes):
-            share = NARROW["hopper"]
-            each = seconds(device, 0.0, work.bytes, memory=NARROW["xla"])
-        if hopper_config.is_narrow_forward(spec, passes):
-            xla = NARROW_FORWARD[centred]
-            each = seconds(device, 0.0, work.bytes, memory=xla)
-        own = seconds(device, 0.0, work.bytes, memory=share)
-        if not hopper_config.measured(spec, passes).ok:
-            own = math.inf
+        both, share = passes != "forward", ON_HOPPER[centred]
+        launches = SMALL if both and hopper_measured.is_small(spec) else 1
+        if hopper_measured.is_narrow(spec, passes):
+            reached, share = NARROW["xla"], NARROW["hopper"]
+        elif hopper_measured.is_slow_forward(spec, passes):
+            reached = NARROW_FORWARD[centred]
+        each = seconds(device, 0.0, work.bytes, memory=reached, launches=launches)
+        own = math.inf
+        if hopper_measured.measured(spec, passes).ok:
+            if not both:
+                share *= hopper_measured.busy(of_spec(spec), PROCESSORS)
+            own = seconds(device, 0.0, work.bytes, memory=share)
         return {"xla": each, "memory_bounded": each, "hopper": own}
     share = 1.0 if passes == "forward" else ON_TPU[centred]
     launch = seconds(device, 0.0, 0.0)

@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING
 from rewriter.kernels.norms import by_rows, xla
 from rewriter.kernels.norms.by_rows import Call
 from rewriter.kernels.norms.estimate import estimate
-from rewriter.kernels.norms.forms import is_centred, kernels, refusals
+from rewriter.kernels.norms.forms import kernels, refusals
 from rewriter.kernels.norms.hopper_config import (
-    LANES,
-    TILE_COLUMNS,
     Norm,
     Teams,
-    is_narrow_forward,
-    measured,
     norm_of,
+    of_spec,
     proposed,
     usual,
     verdict_of,
 )
+from rewriter.kernels.norms.hopper_measured import is_slow_forward, measured
 from rewriter.kernels.norms.memory import temporary
 from rewriter.kernels.shared.hopper import by_estimate, importable, processors, runs_on
 from rewriter.kernels.shared.limits import SYMBOLIC
@@ -47,23 +45,15 @@ MOST = 1 << 31
 
 # ------------------------------------------------------------------ what it takes
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel supports a use: columns a multiple of 128."""
+    """Returns whether the kernel supports a use: see `hopper_config.is_spread`."""
     if spec.symbolic:
         return SYMBOLIC
     shape, found = spec.shape("x"), refusals(spec, DTYPES)
-    if (
-        shape
-        and 0 not in shape
-        and shape[-1] % LANES
-        and (shape[-1] not in TILE_COLUMNS)
-    ):
-        text = f"not a multiple of {LANES}, nor one of 16 up to {TILE_COLUMNS[-1]}"
-        found.append(no("width", f"rows of {shape[-1]}, {text}"))
     if (size := math.prod(shape)) >= MOST:
         found.append(no("size", f"{size} elements, of at most 2^31 - 1"))
     verdict = all_of(YES, *found)
     if verdict.ok:
-        norm = _of_spec(spec)
+        norm = of_spec(spec)
         verdict = verdict_of(usual(norm, False), norm, False)
     return importable("rewriter.kernels.norms.hopper_kernel") if verdict.ok else verdict
 
@@ -77,31 +67,24 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 def margin(spec: Spec, device: Device, passes: str) -> float | None:
     """Returns the share of XLA's time that is enough where both were compared."""
     del device
-    return 1.0 if is_narrow_forward(spec, passes) else None
+    return 1.0 if is_slow_forward(spec, passes) else None
 
 
 # ------------------------------------------------------------------- its configs
-def _of_spec(spec: Spec) -> Norm:
-    given = tuple((n, t) for n, t in spec.dtypes if n != "x")
-    (*rows, d), dtype = spec.shape("x"), spec.dtype("x")
-    out = spec.param("out_dtype") or dtype
-    return Norm(is_centred(spec), 0.0, math.prod(rows), d, dtype, out, given)
-
-
 def default(spec: Spec, device: Device, backward: bool) -> Teams:
     """Returns the rule of thumb."""
-    return usual(_of_spec(spec), backward, processors(device))
+    return usual(of_spec(spec), backward, processors(device))
 
 
 def configs(spec: Spec, device: Device, backward: bool) -> list[Teams]:
     """Returns configs worth measuring, most promising first."""
-    return proposed(_of_spec(spec), backward, processors(device))
+    return proposed(of_spec(spec), backward, processors(device))
 
 
 def fits(config: Teams, spec: Spec, device: Device, backward: bool) -> Verdict:
     """Returns whether a config can run; see `verdict_of`."""
     del device
-    return verdict_of(config, _of_spec(spec), backward)
+    return verdict_of(config, of_spec(spec), backward)
 
 
 # ------------------------------------------------------------------- both passes

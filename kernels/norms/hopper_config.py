@@ -48,83 +48,17 @@ nothing."""
 MORE = 1 << 10
 """Bytes of shared memory for barriers."""
 
+COPIED_AT_ONCE = 128
+"""Bytes of which Pallas wants a multiple in copies to shared memory."""
+
+ARRAYS = 5
+"""The most arrays of a block that hold rows, or numbers for each column."""
+
 TILE_ROWS = 64
 """Rows of a tile of narrow rows."""
 
 TILE_COLUMNS = range(16, 257, 16)
 """Columns of such rows."""
-
-MEASURED_COLUMNS, MEASURED_BYTES = range(1024, 16385), 16 << 20
-"""Columns, and the fewest bytes of all rows, that were measured on an H200
-(``tests/bench/results/hopper_norms_h200.json``, ``decoder_norms_h200.json``)."""
-
-NARROW = {
-    True: (range(64, 1024),), False: (range(64, 257), range(512, 1024)),
-}  # fmt: skip
-"""Columns that pay with gradients, by whether rows are centred. Layer norms took 0.66
-to 0.8 of XLA's time on an H100 and an H200, RMS norms 0.72 to 0.76 on an H200
-(``tests/bench/results/choices_h100.json``, ``choices_h200.json``). Of up to 256
-columns, tiles took 0.39 to 0.56 for layer norms, and 0.59 to 0.82 for RMS norms of 64
-to 192 (``tests/bench/results/narrow_norms_h200.json``,
-``choices_few_scores_h200.json``)."""
-
-FORWARD_COLUMNS, FORWARD_BYTES = range(512, 1024), 24 << 20
-"""Columns and the fewest bytes of which a forward pays. Alone, layer norms took 0.78 to
-0.88 of XLA's time on an H200, and RMS norms 0.92 to 1.00. Between a residual add and a
-product they took 0.94 to 1.01, and 1.07 where rows were of 12 MiB
-(``tests/bench/results/norms_in_programs_h200.json``)."""
-
-NARROW_AND_SMALL = {True: (range(64, 1024),), False: (range(256, 1024),)}
-"""The same of arrays below `MEASURED_BYTES`."""
-
-SMALL_BYTES, SMALL_ROWS = 3 << 20, 1024
-"""The fewest bytes and rows that pay with gradients. Smaller arrays than
-`MEASURED_BYTES` stay in the chip's cache, and XLA's five to seven kernels took 1.3 to
-2.8 times as long as ours on an H100 (``tests/bench/results/small_norms_h100.json``)."""
-
-
-def measured(spec: Spec, passes: str) -> Verdict:
-    """Returns whether a use is among the measured sizes, not only supported."""
-    shape, size = spec.shape("x"), _bytes_of_rows(spec)
-    columns = (MEASURED_COLUMNS,)
-    if is_narrow(spec, passes):
-        columns = _narrow(spec)
-    least = MEASURED_BYTES
-    if is_narrow_forward(spec, passes):
-        return YES
-    if passes != "forward" and math.prod(shape[:-1]) >= SMALL_ROWS:
-        least = SMALL_BYTES
-    if _is_in(shape[-1], columns) and size >= least:
-        return YES
-    text = f"rows of {shape[-1]} and {size / (1 << 20):.3g} MiB: measured for rows of"
-    text = f"{text} {columns[0][0]} to {columns[-1][-1]}"
-    return no("unmeasured", f"{text} and {least >> 20} MiB and more")
-
-
-def is_narrow(spec: Spec, passes: str) -> bool:
-    """Returns whether a use has narrow rows that XLA takes long for, with gradients."""
-    columns = spec.shape("x")[-1]
-    untried = columns % LANES and _item(spec.dtype("x")) > 2
-    return passes != "forward" and _is_in(columns, _narrow(spec)) and not untried
-
-
-def _is_in(columns: int, ranges: tuple[range, ...]) -> bool:
-    return any(columns in each for each in ranges)
-
-
-def is_narrow_forward(spec: Spec, passes: str) -> bool:
-    """Returns whether a use has narrow rows that XLA takes longer for, without them."""
-    enough = _bytes_of_rows(spec) >= FORWARD_BYTES
-    return passes == "forward" and spec.shape("x")[-1] in FORWARD_COLUMNS and enough
-
-
-def _narrow(spec: Spec) -> tuple[range, ...]:
-    small = _bytes_of_rows(spec) < MEASURED_BYTES
-    return (NARROW_AND_SMALL if small else NARROW)[is_centred(spec)]
-
-
-def _bytes_of_rows(spec: Spec) -> int:
-    return math.prod(spec.shape("x")) * jnp.dtype(spec.dtype("x")).itemsize
 
 
 @dataclass(frozen=True)
@@ -211,6 +145,14 @@ def norm_of(
     return Norm(centred, eps, m, d, dtype, out, kinds, addend, of_squares)
 
 
+def of_spec(spec: Spec) -> Norm:
+    """Returns the norm of a use of an op."""
+    given = tuple((n, t) for n, t in spec.dtypes if n != "x")
+    (*rows, d), dtype = spec.shape("x"), spec.dtype("x")
+    out = spec.param("out_dtype") or dtype
+    return Norm(is_centred(spec), 0.0, math.prod(rows), d, dtype, out, given)
+
+
 def rows_of(m: int, config: Teams) -> int:
     """Returns the rows of a step.
 
@@ -243,15 +185,65 @@ def programs_of(steps: int, config: Teams) -> int:
 def vector_of(norm: Norm, config: Teams) -> int:
     """Returns the neighbouring columns that a lane loads at once: 16 bytes at most.
 
+    Chunks fill a warpgroup's columns if they can. Otherwise the last two overlap, and a
+    vector is chosen for which all chunks take the fewest instructions.
+
     Example:
         >>> norm = Norm(True, 0.0, 8, 1536, "bfloat16", "bfloat16", ())
         >>> vector_of(norm, Teams()), vector_of(norm, Teams(warpgroups=2))
         (4, 2)
+        >>> from dataclasses import replace
+        >>> [vector_of(replace(norm, d=d), Teams()) for d in (2880, 576, 200)]
+        [8, 2, 1]
     """
-    vector = 16 // max(_item(norm.dtype), _item(norm.out))
-    while norm.d // config.warpgroups % (LANES * vector):
-        vector //= 2
-    return vector
+    own, vector = norm.d // config.warpgroups, _most_loaded(norm)
+    if own % LANES == 0:
+        while own % (LANES * vector):
+            vector //= 2
+        return vector
+    able = [v for v in (8, 4, 2, 1) if v <= vector and _takes(own, v)]
+    return min(able, key=lambda v: -(-own // (LANES * v)) * (v + 1), default=1)
+
+
+def _most_loaded(norm: Norm) -> int:
+    return 16 // max(_item(norm.dtype), _item(norm.out))
+
+
+def _takes(own: int, vector: int) -> bool:
+    """Whether chunks of a vector for each lane lie in so many columns."""
+    return own % vector == 0 and own >= LANES * vector
+
+
+def chunks_of(norm: Norm, config: Teams) -> int:
+    """Returns the number of chunks of a warpgroup's columns.
+
+    Example:
+        >>> norm = Norm(True, 0.0, 8, 2880, "bfloat16", "bfloat16", ())
+        >>> chunks_of(norm, Teams())
+        3
+    """
+    return -(-norm.d // (config.warpgroups * LANES * vector_of(norm, config)))
+
+
+def is_spread(norm: Norm, warpgroups: int) -> bool:
+    """Returns whether so many warpgroups can share a row.
+
+    Rows are copied in pieces of 128 bytes. Each warpgroup has a chunk of columns at
+    least.
+
+    Example:
+        >>> norm = Norm(True, 0.0, 8, 2880, "bfloat16", "bfloat16", ())
+        >>> from dataclasses import replace
+        >>> [is_spread(replace(norm, d=d), 1) for d in (2880, 1000, 96)]
+        [True, False, False]
+    """
+    if norm.d % (warpgroups * LANES) == 0:
+        return True
+    read = (norm.dtype, norm.out, *(t for n, t in norm.given if n != "epsilon"))
+    least = min(map(_item, read))
+    if norm.d % warpgroups or norm.d * least % COPIED_AT_ONCE:
+        return False
+    return _takes(norm.d // warpgroups, 1)
 
 
 def shared_memory(norm: Norm, config: Teams, backward: bool) -> int:
@@ -263,6 +255,8 @@ def shared_memory(norm: Norm, config: Teams, backward: bool) -> int:
     if backward and config.teams > 1:
         ring = max(ring, 4 * norm.d * len(norm.summed))
     kept = norm.bytes_of("scale") + (0 if backward else norm.bytes_of("bias"))
+    if norm.d % LANES:
+        ring += ARRAYS * MORE  # each array begins at a multiple of that
     return ring + kept * norm.d + sums_of(norm, config, backward) + MORE
 
 
@@ -288,14 +282,20 @@ def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
     if together > TOGETHER:
         text = f"{together} warpgroups, and a block has {TOGETHER} at most"
         found.append(no("warpgroups", text))
-    if norm.d % (lanes := config.warpgroups * LANES):
-        found.append(no("lanes", f"rows of {norm.d}, not a multiple of {lanes} lanes"))
+    if not is_spread(norm, config.warpgroups):
+        text = f"nor of {COPIED_AT_ONCE} bytes from {LANES} columns on"
+        if config.warpgroups > 1:
+            text = f"{text} for each of {config.warpgroups} warpgroups"
+        text = f"rows of {norm.d}: not a multiple of {LANES} columns, {text}"
+        found.append(no("lanes", text))
+        return all_of(*found)
     if (count := config.teams * config.stages) > BARRIERS:
         found.append(no("stages", f"{count} of all teams, of at most {BARRIERS}"))
     if (values := rows_of(norm.m, config) * (1 + backward)) > SUMS:
         found.append(no("rows", f"{values} sums at once, of at most {SUMS}"))
     if backward:
-        sums = norm.d * len(norm.summed) // (LANES * config.warpgroups)
+        each = chunks_of(norm, config) * vector_of(norm, config)
+        sums = each * len(norm.summed)
         most = min(255, REGISTERS // together // 8 * 8)
         if (used := sums + MORE_REGISTERS) > most:
             found.append(no("registers", f"{used} registers a lane, of at most {most}"))
@@ -351,6 +351,7 @@ def _verdict_of_tiles(config: Teams, norm: Norm, backward: bool) -> Verdict:
 def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
     """Yields configs, most promising first."""
     able = [w for w in (1, 2, FOUR) if norm.d % (w * LANES) == 0]
+    able = able or [w for w in (1, 2, FOUR) if is_spread(norm, w)] or [1]
     if norm.d in TILE_COLUMNS:
         # One warpgroup leaves a multiprocessor idle: only where rows are no lines.
         fewest = 1 if norm.d % LANES else 2

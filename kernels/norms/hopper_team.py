@@ -3,9 +3,11 @@
 The warpgroups of a block form teams. A team takes steps of a few whole rows, one after
 the other, as they are copied into a ring of shared memory. The columns of a row are
 spread over all lanes of the team; the team adds the lanes' partial sums when it needs a
-row's sum. Rows are read again from shared memory for each sum that needs the one
-before. So registers hold only sums over rows: the cotangents of scale and bias. The
-teams of a block add those up at the end, and XLA those of all blocks.
+row's sum. Where chunks of columns do not fill a row, the last one begins earlier, and
+leaves out what the chunk before has, too. Rows are read again from shared memory for
+each sum that needs the one before. So registers hold only sums over rows: the
+cotangents of scale and bias. The teams of a block add those up at the end, and XLA
+those of all blocks.
 
 The gradients compute the statistics from the rows again: nothing is saved for them.
 
@@ -29,6 +31,7 @@ from rewriter.kernels.norms.hopper_config import (
     LANES,
     Norm,
     Teams,
+    chunks_of,
     rows_of,
     vector_of,
 )
@@ -91,12 +94,22 @@ class Team:
     @property
     def chunks(self) -> int:
         """The number of chunks of that width."""
-        return self.norm.d // self.config.warpgroups // self.width
+        return chunks_of(self.norm, self.config)
 
     def columns(self, chunk: int) -> Any:
         """The columns of this warpgroup in a chunk."""
-        first = (self.part * self.chunks + chunk) * self.width
-        return pl.ds(pl.multiple_of(first, self.width), self.width)
+        own = self.norm.d // self.config.warpgroups
+        if own % self.width == 0:
+            first = (self.part * self.chunks + chunk) * self.width
+            return pl.ds(pl.multiple_of(first, self.width), self.width)
+        first = self.part * own + min(chunk * self.width, own - self.width)
+        vector = self.width // LANES
+        return pl.ds(pl.multiple_of(first, vector), self.width)
+
+    def skipped(self, chunk: int) -> int:
+        """The columns at the front of a chunk that the one before has, too."""
+        own = self.norm.d // self.config.warpgroups
+        return max(0, (chunk + 1) * self.width - own)
 
     # ------------------------------------------------------------------ streaming
     def over_steps(self, one: Callable[..., Any], carry: Any) -> Any:
@@ -211,6 +224,8 @@ class Team:
         for chunk in range(self.chunks):
             for row in range(self.rows):
                 new, old = terms(chunk, row), made[row]
+                if skipped := self.skipped(chunk):
+                    new = [pallas_gpu_rows.without_first(y, skipped) for y in new]
                 if old is not None:
                     new = [a + b for a, b in zip(old, new, strict=True)]
                 made[row] = new
@@ -297,7 +312,8 @@ class Team:
     def write(self, index: int, row: Any, chunk: int, value: Array) -> None:
         """Writes a part of a row of a result."""
         place = self.out[index].at[row, self.columns(chunk)]
-        pallas_gpu_rows.store(place, value.astype(self.out[index].dtype))
+        value = value.astype(self.out[index].dtype)
+        pallas_gpu_rows.store(place, value, self.skipped(chunk))
 
     # ------------------------------------------------------------------ gradients
     def differentiate(self) -> None:
@@ -391,7 +407,7 @@ class Team:
                         value = value + pallas_gpu_rows.loaded(added[i].at[columns])
                     done = self.out[1 + i].at[self.program, columns]
                     place = done if team == last else added[i].at[columns]
-                    pallas_gpu_rows.store(place, value)
+                    pallas_gpu_rows.store(place, value, self.skipped(chunk))
 
         for team in range(self.config.teams if sums else 0):
             if last:

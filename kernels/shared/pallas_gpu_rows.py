@@ -63,16 +63,61 @@ def loaded_as_is(reference: Any) -> Array:
     return emit(reference)
 
 
-def store(reference: Any, value: Array) -> None:
-    """Writes registers, spread like `loaded` ones, to memory of the same dtype."""
+def store(reference: Any, value: Array, skipped: int = 0) -> None:
+    """Writes registers, spread like `loaded` ones, to memory of the same dtype.
+
+    Args:
+        reference: [128 * vector] of memory.
+        value: As many numbers.
+        skipped: Columns at the front that are not written: a multiple of the vector.
+    """
 
     @plgpu.inline_mgpu(arg_types=(spread(value.shape[0]), plgpu.RefType()))
     def emit(context: Any, value: Any, target: ir.Value) -> None:
         del context
         place, _, alignment = _of_lane(target)
-        llvm.store(value.registers.item(), place, alignment=alignment)
+        write = lambda: llvm.store(value.registers.item(), place, alignment=alignment)
+        if not skipped:
+            write()
+            return
+        with utils.when(_is_after(value, skipped)):
+            write()
 
     emit(value, reference)
+
+
+def without_first(value: Array, skipped: int) -> Array:
+    """Returns float32 [128 * vector] with 0 in columns at the front.
+
+    Args:
+        value: The numbers, spread like `loaded` ones.
+        skipped: How many columns become 0: a multiple of the vector.
+    """
+    layout = spread(value.shape[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(value.shape, jnp.float32, layout=layout),
+    )
+    def emit(context: Any, value: Any) -> Any:
+        del context
+        (register,) = value.registers.flat
+        number = mgpu.c(0.0, ir.F32Type.get())
+        zero = vector.broadcast(register.type, number)
+        kept = arith.select(_is_after(value, skipped), register, zero)
+        return mgpu.FragmentedArray(
+            _registers=np.array([kept], dtype=object), _layout=value.layout,
+            _is_signed=None,
+        )  # fmt: skip
+
+    return emit(value)
+
+
+def _is_after(value: Any, skipped: int) -> ir.Value:
+    """Whether a lane's columns are not among so many at the front."""
+    lane = arith.andi(_thread(), _integer(LANES - 1))
+    first = _integer(skipped * LANES // value.shape[0])
+    return arith.cmpi(arith.CmpIPredicate.uge, lane, first)
 
 
 def quotient(x: Array, divisor: Any) -> Array:

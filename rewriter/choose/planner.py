@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rewriter.choose.cached_operand import unless_cached
 from rewriter.choose.choice import AS_WRITTEN, Choice
 from rewriter.choose.choose import choose, left_out
 from rewriter.choose.choose_ring import choose_ring
@@ -182,6 +183,7 @@ def _choices(
             by_reading[key] = chosen(graph, f, config, target, count, sum_of)
         choice, refused = by_reading[key], f.match.not_chosen
         choice = unless_rounded(graph, f, choice, target)
+        choice = unless_cached(graph, f, choice, target)
         if refused:
             choice = replace(choice, not_chosen=(*choice.not_chosen, *refused))
         choices.append(choice)

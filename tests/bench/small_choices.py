@@ -46,6 +46,24 @@ def of_attention() -> Iterator[Row]:
     yield PEER("CLIP vision 256x50x12x64", 256, 50, 50, 12, 12, 64)
 
 
+def of_few_tiles() -> Iterator[Row]:
+    """Rows with fewer tiles of queries than the device has processors."""
+    for b, t, s, n, h, causal in (
+        (16, 158, 158, 2, 48, True), (1, 185, 2293, 4, 80, False),
+        (1, 200, 1024, 8, 64, False), (8, 200, 200, 4, 64, True),
+        (16, 158, 158, 2, 64, False), (2, 128, 2048, 4, 128, False),
+        (1, 700, 700, 6, 64, True), (4, 257, 257, 4, 80, False),
+        (2, 512, 512, 8, 64, True), (1, 1500, 1500, 2, 64, False),
+        (8, 150, 300, 4, 64, False), (1, 2000, 2000, 4, 128, True),
+    ):  # fmt: skip
+        kind = "causal" if causal else "full"
+        name = f"{kind} {b}x{t}{f'x{s}' * (s != t)}x{n}x{h}"
+        window = CAUSAL if causal else (None, None)
+        yield attending(
+            name, b, t, s, n, n, h, window=window, forced=("hopper", "cudnn")
+        )
+
+
 def windows(x: Any, weights: Any, table: Any) -> Any:
     """Swin's shifted windows: a bias of 6 heads, and a mask of each of 64 windows."""
     b, t, d = x.shape
@@ -84,7 +102,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
-    rows = (*of_attention(), *of_windows(), *of_norms())
+    rows = (*of_attention(), *of_few_tiles(), *of_windows(), *of_norms())
     command = "python3 -m tests.bench.small_choices"
     all_measured(rows, given.seconds, given.json, command)
 

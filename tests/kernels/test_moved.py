@@ -347,7 +347,7 @@ def of_pass(fn: Callable[..., Any], specs: Specs, passes: str) -> Callable[..., 
             return fn(*(rest.get(i, x) for i, x in enumerate(args)))
 
         out, back = jax.vjp(some, *(args[i] for i in moving))
-        return out, back(jnp.cos(out))
+        return out, back(jax.tree.map(jnp.cos, out))
 
     return both
 

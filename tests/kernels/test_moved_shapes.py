@@ -18,7 +18,16 @@ import numpy as np
 import pytest
 
 from tests import slow
-from tests.kernels.test_moved import attention, layer, of_pass, rms, swiglu
+from tests.bench import packed_dot
+from tests.kernels.test_moved import (
+    attention,
+    experts,
+    layer,
+    narrow,
+    of_pass,
+    rms,
+    swiglu,
+)
 from tests.support.kernels import moved
 
 BF16, F32, I32, I8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.int8
@@ -123,11 +132,23 @@ def rows(draws: Draws, columns: list[int], beside: int) -> Specs:
 
 
 WIDE, NARROW = [512, 768, 1024, 1280, 2048, 4096], [64, 96, 128, 192, 256]
+ODD = [320, 576, 960, 1600, 2880]
+
+
+def of_sum(x: Any, added: Any, scale: Any) -> Any:
+    """A residual stream: the sum and its norm."""
+    total = x + added
+    return total, rms(total, scale)
+
+
+def sums(draws: Draws) -> Specs:
+    x, scale = rows(draws, WIDE, 1)
+    return x, x, scale
 
 
 def images(draws: Draws) -> Specs:
     """Images of channels in 32 groups, and a scale and a bias of each channel."""
-    side, c = int(draws.integers(16, 65)), int(32 * draws.choice([4, 8, 10, 20]))
+    side, c = int(2 * draws.integers(8, 33)), int(32 * draws.choice([4, 8, 10, 20]))
     b = max(1, (4 << 20) // (side * side * c))
     return spec(b, side, side, c), spec(c, dtype=F32), spec(c, dtype=F32)
 
@@ -192,6 +213,52 @@ def groups(draws: Draws) -> Specs:
     return spec(m, k), spec(g, k, n), spec(g, dtype=I32)
 
 
+def expert_units(draws: Draws) -> Specs:
+    x, w, sizes = groups(draws)
+    return x, w, w, sizes
+
+
+def narrow_groups(draws: Draws) -> Specs:
+    x, w, sizes = groups(draws)
+    scale = spec(w.shape[0], w.shape[2], dtype=F32)
+    return x, spec(*w.shape, dtype=I8), scale, sizes
+
+
+def pages(draws: Draws) -> Specs:
+    """A query of each sequence, and pages of keys in a pool."""
+    b, p = int(draws.integers(2, 16)), int(draws.integers(16, 64))
+    k, group, size = int(draws.choice([2, 4, 8])), int(draws.choice([1, 4])), 64
+    pool = spec(b * p, size, k, 128)
+    return spec(b, k, group, 128), pool, pool, spec(b, p, dtype=I32), spec(b, dtype=I32)
+
+
+def of_pages(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:
+    b = q.shape[0]
+    k, v = (x[table].reshape(b, -1, *x.shape[2:]) for x in (k, v))
+    x = jnp.einsum("bkgh,bskh->bkgs", q, k, preferred_element_type=F32) * 0.1
+    seen = jnp.arange(k.shape[1]) < lengths[:, None, None, None]
+    weights = jax.nn.softmax(jnp.where(seen, x, -1e30)).astype(v.dtype)
+    return jnp.einsum("bkgs,bskh->bkgh", weights, v)
+
+
+def words(draws: Draws) -> Specs:
+    """A few rows, and a matrix of GPTQ's words with scales of 128 numbers."""
+    m, k, n = sizes(draws, 1, 17)
+    k = 2 * k
+    scales = spec(k // 128, n, dtype=jnp.float16)
+    made = spec(k // 8, n, dtype=I32), spec(k // 128, n // 8, dtype=I32), scales
+    return spec(m, k, dtype=jnp.float16), *made
+
+
+def of_words(x: Any, w: Any, zeros: Any, scales: Any) -> Any:
+    return packed_dot.as_written("gptq", x, w, zeros, scales)
+
+
+def few_rows_of_units(draws: Draws) -> Specs:
+    x, *rest = stored_unit(draws)
+    return spec(int(draws.integers(1, 65)), x.shape[1]), *rest
+
+
 def blocks(draws: Draws) -> Specs:
     m, k, n = sizes(draws, 1024, 4096)
     m -= m % 8
@@ -237,6 +304,8 @@ KINDS: dict[str, Kind] = {
     "rms norm": Kind("rms_norm", rms, lambda d: rows(d, WIDE, 1)),
     "layer norm": Kind("layer_norm", layer, lambda d: rows(d, WIDE, 2)),
     "narrow norm": Kind("layer_norm", layer, lambda d: rows(d, NARROW, 2)),
+    "odd norm": Kind("layer_norm", layer, lambda d: rows(d, ODD, 2)),
+    "norm of a sum": Kind("rms_norm", of_sum, sums),
     "group norm": Kind("group_norm", group_norm, images),
     "unit": Kind("gated_linear_unit", swiglu, unit, FORWARD),
     "unit of int8": Kind(
@@ -251,6 +320,14 @@ KINDS: dict[str, Kind] = {
         "quantized_dot", of_eight_bits, eight_bits, FORWARD, "hopper_eight_bits"
     ),
     "blocks": Kind("block_scaled_dot", of_blocks, blocks, FORWARD),
+    "unit of int8, few rows": Kind(
+        "quantized_gated_linear_unit", of_stored_unit, few_rows_of_units, FORWARD,
+        "hopper_few_rows",
+    ),
+    "words": Kind("packed_dot", of_words, words, FORWARD, "hopper_few_rows"),
+    "pages": Kind("paged_attention", of_pages, pages, FORWARD, "hopper_decode"),
+    "ragged unit": Kind("ragged_gated_linear_unit", experts, expert_units, FORWARD),
+    "ragged int8": Kind("quantized_ragged_dot", narrow, narrow_groups, FORWARD),
     "ragged": Kind("ragged_dot", jax.lax.ragged_dot, groups),
     "vocabulary": Kind("linear_cross_entropy", loss, vocabulary),
     "embedding": Kind(

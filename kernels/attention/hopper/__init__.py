@@ -42,7 +42,7 @@ from rewriter.kernels.attention.hopper.dtypes import (
 )
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.shared_keys import takes_shared
-from rewriter.kernels.attention.hopper.time_model import estimate, modelled
+from rewriter.kernels.attention.hopper.time_model import estimate, margin, modelled
 from rewriter.kernels.attention.hopper.widths import COPIED, filled, filled_backward
 from rewriter.kernels.attention.hopper.widths import widths as widths
 from rewriter.kernels.attention.memory import temporary
@@ -234,8 +234,8 @@ KERNEL = by_entry(
     HOPPER.kernel(
         "attention", forward, backward, supports,
         Speed(
-            by_estimate, by_rule=False, estimate=estimate, modelled=modelled,
-            temporary=temporary,
+            by_estimate, by_rule=False, estimate=estimate, margin=margin,
+            modelled=modelled, temporary=temporary,
         ),
         Space(Tiles, default, configs, fits),
         Space(BackwardTiles, backward_default, backward_configs, fits_backward),

@@ -72,7 +72,7 @@ def default(spec: Spec, device: Device) -> Tiles:
     long = spec.shape("k")[1] >= (LONG_CAUSAL if hides else LONG)
     if max(h, e) <= 64 and extra.computed:
         best = Tiles(128, 2, 2)
-    elif max(h, e) <= 64 and _is_one_block(spec):
+    elif max(h, e) <= 64 and is_one_block(spec):
         best = Tiles(-(-spec.shape("k")[1] // 32) * 32, 2, 2, turns=False, held=True)
     elif max(h, e) <= 64:
         best = Tiles(128, 4, 3, turns=False, held=left is not None or not hides)
@@ -97,7 +97,7 @@ def default(spec: Spec, device: Device) -> Tiles:
     return replace(made, programs=processors(device))
 
 
-def _is_one_block(spec: Spec) -> bool:
+def is_one_block(spec: Spec) -> bool:
     """Whether one block of more than 128 keys holds all of them, and all are seen.
 
     197 keys of heads of 64 then took 0.88 of the time of two blocks on an H200

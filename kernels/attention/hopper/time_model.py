@@ -9,6 +9,7 @@ from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.estimate import (
     BOTH,
     FEW_ROWS,
+    FULL_WIDTH,
     LEAST,
     SMALL,
     STREAMED,
@@ -24,7 +25,7 @@ from rewriter.kernels.attention.hopper.backward_config import (
     backward_default,
     fits_backward,
 )
-from rewriter.kernels.attention.hopper.config import sees_unevenly
+from rewriter.kernels.attention.hopper.config import is_one_block, sees_unevenly
 from rewriter.kernels.attention.hopper.dtypes import is_halved, products
 from rewriter.kernels.attention.hopper.widths import COPIED, filled, filled_backward
 from rewriter.kernels.attention.weights import PARAM
@@ -44,15 +45,21 @@ took 4 times as long for 8 x 80 x 16 heads, and 2.7 times for 64 x 49 x 3 heads 
 bias and its gradient
 (``tests/bench/results/choices_small_h200.json``, ``choices_few_scores_h200.json``)."""
 
-SMALLEST_ONE, SMALLEST_LENGTHS = 4 << 20, 1 << 20
-"""The same of a single entry, without and with lengths. XLA takes three kernels for it,
-and seven for several: 6.7 of our 7.1 µs for 256 x 12 heads."""
+SMALLEST_ONE, SMALLEST_MORE = 4 << 20, 1 << 20
+"""The same of a single entry, without and with lengths or a bias. XLA takes three
+kernels for it, and seven for several: 6.7 of our 7.1 µs for 256 x 12 heads, and 7.0 of
+our 6.1 with a bias. A single entry of 64 positions took 1.3 to 1.5 of our time."""
 
 OWN = {"forward": 1.03, "forward_and_vjp": 0.98}
 OWN_UNEVEN = {"forward": 1.1, "forward_and_vjp": 1.06}
 """Our rate as a share of cuDNN's, and the same under causal masks and windows. On an
 H100 it was 1.04 and 0.97 with all keys, 1.06 to 1.16 and 1.05 to 1.20 under such masks
 (``tests/bench/results/choices_attention_h100.json``)."""
+
+LONG, OWN_LONG = 12288, 0.93
+"""Keys from which gradients under a causal mask are slower than cuDNN's, and their
+rate. With 16k keys they took 1.04 of its time on an H100 and 1.14 on an H200 (the
+shipped measurements)."""
 
 AHEAD = 1.06
 """How much faster gradients are where the rows of the next tile are copied ahead. With
@@ -61,6 +68,21 @@ causal mask it was 0.95 (``tests/bench/results/hopper_float32_h200.json``)."""
 
 TILE, BLOCK = 128, 64
 """Queries of a head that are multiplied at once, and the fewest keys."""
+
+STEPS = {
+    "begin": 3.5e-6, "forward": 0.66e-6, "begin backward": 8e-6, "backward": 1e-6,
+}  # fmt: skip
+"""Seconds of `BLOCK` keys of a tile, and of its queries in the gradients, in heads of
+up to 128; and of what comes before. 27 µs for 2293 keys and 185 queries of 4
+heads of 80, 16 for 1024 of 4 of 64, 7 for 256 of 12
+(``tests/bench/results/held_out_h200.json``, ``choices_few_scores_h200.json``)."""
+
+FEW_TILES = 0.95
+"""The share of XLA's time that is enough for few tiles
+(``tests/bench/results/few_tiles_h200.json``)."""
+
+STEP_WIDTH = 64
+"""Columns of heads up to which all keys may be one block."""
 
 STREAMING = frozenset({"q", "k", "v", "kv_lengths", "offset"})
 """Operands of decoding for which this kernel was measured."""
@@ -99,14 +121,28 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
     return no("small", text)
 
 
+def margin(spec: Spec, device: Device, passes: str) -> float | None:
+    """Returns the share of XLA's time that is enough; None for the usual one.
+
+    A forward of few tiles is estimated within a tenth.
+    """
+    takes = modelled(spec, device, passes).ok and not short.takes(spec).ok
+    if passes != "forward" or not takes or _streams(spec, device, passes):
+        return None
+    few = _in_turn(spec, False) >= _seconds(spec, device, passes)
+    return FEW_TILES if few else None
+
+
 def _smallest(spec: Spec, passes: str) -> int:
     """Returns the fewest bytes of scores that pay."""
     whole, several = short.takes(spec).ok, spec.shape("q")[0] > 1
     if passes != "forward" and spec.has("bias") and 1 not in spec.shape("bias")[2:]:
         return SMALLEST_SHORT_TABLE if whole and several else SMALLEST_TABLE
+    if whole:
+        return SMALLEST_SHORT
     if not several:
-        return SMALLEST_LENGTHS if spec.has("kv_lengths") else SMALLEST_ONE
-    return SMALLEST_SHORT if whole else SMALLEST
+        return SMALLEST_MORE if set(spec.operands) - set("qkv") else SMALLEST_ONE
+    return SMALLEST
 
 
 def _streams(spec: Spec, device: Device, passes: str) -> bool:
@@ -148,15 +184,37 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
         return seconds(device, 0.0, _of_short(spec, passes), memory=SHORT[passes])
     both = passes != "forward"
     own = OWN_UNEVEN if _uneven(spec) else OWN
-    reached, launches = own[passes] * share(passes, filled(h)), 7 if both else 2
+    reached, launches = own[passes] * share(passes, filled(h)), 7 if both else 1
+    if both and _uneven(spec) and min(_lengths(spec)) >= LONG and not _is_window(spec):
+        reached *= OWN_LONG / own[passes]
     reached *= AHEAD if both and backward_default(spec, device).ahead > 1 else 1.0
     made = seconds(
         device, _work(spec, both), 0.0, compute=reached, launches=launches
     )  # fmt: skip
-    made = max(made, least(spec, device, passes))
+    made = max(made, least(spec, device, passes), _in_turn(spec, both))
     made *= CAPPED if spec.param("softcap") is not None else 1.0
     made += copies(device, _made_wider(spec, both) + _made_halves(spec, both))
     return _with_gradients(spec, device, made) if both else made
+
+
+def _in_turn(spec: Spec, both: bool) -> float:
+    """Returns the seconds of a tile's blocks, which follow one another.
+
+    However few tiles there are, they take as long: see `STEPS`. With lengths, blocks
+    may be few.
+    """
+    if spec.has("kv_lengths"):
+        return 0.0
+    (_, t, _, h), s = spec.shape("q"), spec.shape("k")[1]
+    left, right = spec.param("window", (None, None))
+    seen = s if left is None or right is None else min(s, left + right + TILE)
+    wide = max(1.0, h / FULL_WIDTH)
+    blocks = 1 if is_one_block(spec) and h <= STEP_WIDTH else -(-seen // BLOCK)
+    forward = STEPS["begin"] + STEPS["forward"] * wide * blocks
+    if not both:
+        return forward
+    tiles = -(-seen // BLOCK) + -(-min(t, seen) // BLOCK)
+    return forward + STEPS["begin backward"] + STEPS["backward"] * wide * tiles
 
 
 def _work(spec: Spec, both: bool) -> float:
@@ -180,6 +238,16 @@ def _work(spec: Spec, both: bool) -> float:
 def _uneven(spec: Spec) -> bool:
     """Whether rows see unequal numbers of keys for no other reason than positions."""
     return sees_unevenly(spec) and not spec.has("prefix")
+
+
+def _lengths(spec: Spec) -> tuple[int, int]:
+    """The numbers of queries and of keys."""
+    return spec.shape("q")[1], spec.shape("k")[1]
+
+
+def _is_window(spec: Spec) -> bool:
+    """Whether keys are hidden that are too far before a query."""
+    return spec.param("window", (None, None))[0] is not None
 
 
 def _flops(spec: Spec, passes: str, read: Callable[[int], int]) -> float:

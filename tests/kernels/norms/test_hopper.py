@@ -55,14 +55,16 @@ def test_supports(op: str) -> None:
     for given in (spec(op, (1, 128)), spec(op, (384,)), spec(op, (3, 5, 16384)),
                   spec(op, (7, 1152), dtype="float16"), spec(op, (9, 32768), ()),
                   spec(op, (64, 4096), dtype="float32"), spec(op, (7, 96)),
-                  spec(op, (7, 16), dtype="float32")):  # fmt: skip
+                  spec(op, (7, 16), dtype="float32"), spec(op, (8, 2880)),
+                  spec(op, (8, 288), ("scale",), "float32")):  # fmt: skip
         assert its.supports(given).ok
     for given, why in (
         (spec(op, (8, 128), dtype="float64"), "x is float64"),
         (spec(op, (8, 128), dtype="int32"), "x is int32"),
         (spec(op, (8, 128), out_dtype="float64"), "the result is float64"),
         (spec(op, (0, 128)), "holds no numbers"),
-        (spec(op, (8, 1000)), "rows of 1000, not a multiple of 128"),
+        (spec(op, (8, 1000)), "rows of 1000: not a multiple of 128 columns, nor of"),
+        (spec(op, (8, 72)), "rows of 72: not a multiple of 128 columns, nor of"),
         (spec(op, (8, 1 << 17)), "KiB of shared memory"),
         (spec(op, (1 << 20, 1 << 11)), "2^31"),
     ):
@@ -118,7 +120,7 @@ def test_it_is_chosen_for_gradients_on_hopper_gpus(norm: Any) -> None:
     assert (site.kernel, site.origin, site.backward) == ("hopper", "estimated", True)
     (site,) = rewriter.explain(norm, target="h200", tune="off")(*given).sites
     assert site.kernel == "xla"  # as fast
-    for rows, kernel in ((4096, "hopper"), (3072, "hopper"), (1024, "xla")):
+    for rows, kernel in ((4096, "hopper"), (1024, "hopper"), (512, "xla")):
         fewer = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16), given[1]
         (site,) = rewriter.explain(both, target="h200", tune="off")(*fewer).sites
         assert site.kernel == kernel
@@ -185,6 +187,7 @@ LOWERED = [
     ((64, 16384), "float16", ("scale", "bias"), None),
     ((4, 16, 512), "bfloat16", ("bias",), Teams(4, 2, 2, 4)),
     ((130, 128), "bfloat16", (), Teams(2, 1, 8, 2)),
+    ((64, 2880), "bfloat16", ("scale", "bias"), None),
 ]
 
 
@@ -246,11 +249,15 @@ CASES = {
     "no operands": ((50, 640), (), Teams(1, 1, 2, 4, 2)),
     "one team": ((21, 1024), ALL, Teams(1, 8, 1, 2, 2)),
     "usual": ((19, 1536), ("scale", "bias"), None),
+    "chunks that overlap": ((21, 416), ALL, None),
+    "in each of two warpgroups": ((13, 576), ALL, Teams(1, 2, 2, 2, 2)),
+    "one overlapping chunk": ((40, 160), ("scale", "bias"), Teams(2, 1, 2, 2, 2)),
 }
+OVERLAPPING = ("chunks that overlap", "in each of two warpgroups")
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("case", first(5, CASES))
+@pytest.mark.parametrize("case", [*first(5, CASES), *OVERLAPPING[:1]])
 def test_simulated(case: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own code, a Python thread per warpgroup."""
     shape, wanted, config = CASES[case]
@@ -412,6 +419,9 @@ LARGE = {
     "four": ((515, 16384), ALL, None),
     "wide": ((300, 32768), (), None),
     "columns left over": ((777, 1152), ALL, None),
+    "chunks that overlap": ((777, 2880), ALL, None),
+    "few columns that overlap": ((1026, 576), ALL, None),
+    "in each of four warpgroups": ((515, 14400), ("scale",), None),
     "a few programs": ((600, 2560), ALL, Teams(1, 2, 3, 3, 7)),
 }
 

@@ -475,6 +475,7 @@ def _replace_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pallas_gpu_rows, "row_maxima", stand_ins.row_maxima)
     patch.setattr(pallas_gpu_rows, "zeros", f32)
     patch.setattr(pallas_gpu_rows, "store", stand_ins.write)
+    patch.setattr(pallas_gpu_rows, "without_first", stand_ins.without_first)
     patch.setattr(pallas_gpu_rows, "wait_for_block", every)
     patch.setattr(pallas_gpu_rows, "loaded", lambda x: x.view().astype(np.float32))
     patch.setattr(pallas_gpu_rows, "loaded_as_is", lambda x: x.view().copy())

@@ -96,9 +96,18 @@ def _joined(
     return list(join(place, 1))
 
 
-def write(reference: machine.Reference, value: np.ndarray) -> None:
+def write(reference: machine.Reference, value: np.ndarray, skipped: int = 0) -> None:
     assert value.dtype == reference.dtype
-    reference[...] = value
+    if skipped:
+        assert skipped * 128 % len(value) == 0
+        reference.view()[skipped:] = value[skipped:]
+    else:
+        reference[...] = value
+
+
+def without_first(value: np.ndarray, skipped: int) -> np.ndarray:
+    assert skipped * 128 % len(value) == 0
+    return np.where(np.arange(len(value)) < skipped, np.float32(0), value)
 
 
 def write_floats(reference: machine.Reference, value: np.ndarray) -> None:
