@@ -125,22 +125,40 @@ def forward(
         config: The tiles.
     """
     how = packing_of(packing)
-    own = [int(place) for place in places(how)]  # of number j
-    inverse = sorted(range(how.count), key=own.__getitem__)  # the number at place p
-    if how.axis == "k":
-        x = _in_order(x, inverse)
-    else:
-        w_scale, w_zero = (_in_order(a, inverse) for a in (w_scale, w_zero))
+    own = tuple(map(int, places(how)))  # of number j
+    kind = "int4" if how.sign == "signed" else "uint4"
+    moved = own != tuple(range(how.count))
+    known = moved and finds_places(config, how, kind)
+    if moved and not known:
+        inverse = sorted(range(how.count), key=own.__getitem__)  # the number at place p
+        if how.axis == "k":
+            x = _in_order(x, inverse)
+        else:
+            w_scale, w_zero = (_in_order(a, inverse) for a in (w_scale, w_zero))
     columns = w.shape[int(mode != "transposed")]
     columns *= how.count if how.axis == "n" else 1
-    kind = "int4" if how.sign == "signed" else "uint4"
     along = packed_along(how, mode)
     use = Use(x=x, w=w, w_scale=w_scale, w_zero=w_zero, mode=mode, **given)
-    stored = few_rows.Stored(kind, columns, along, how.count, codebook or ())
+    stored = few_rows.Stored(
+        kind, columns, along, how.count, codebook or (), own if known else ()
+    )
     out = few_rows.product(use, w, stored, config)
-    if how.axis == "n":
-        out = _in_order(out, own)
+    if how.axis == "n" and moved and not known:
+        out = _in_order(out, list(own))
     return (out, ()) if residuals else out
+
+
+def finds_places(config: Tiles, packing: Packing, kind: str) -> bool:
+    """Returns whether threads take numbers of an element from where they lie.
+
+    Args:
+        config: The tiles.
+        packing: How numbers lie in elements.
+        kind: The dtype of the numbers.
+    """
+    if packing.axis == "k":
+        return config.by_warps
+    return config.width(kind) // 32 >= packing.count
 
 
 def own_default(spec: Spec, device: Device) -> Tiles:
@@ -164,7 +182,7 @@ def own_configs(spec: Spec, device: Device) -> list[Tiles]:
 
 def _in_order(x: Any, order: list[int]) -> Any:
     """Returns an array with another order within parts of its last axis."""
-    if x is None or x.shape[-1] == 1 or order == sorted(order):
+    if x is None or x.shape[-1] == 1:
         return x
     parts = x.reshape(*x.shape[:-1], -1, len(order))
     return jnp.take(parts, jnp.array(order), axis=-1).reshape(x.shape)

@@ -131,6 +131,7 @@ class Stored:
         packed: As `kernel.Use.packed`.
         each: The numbers of an element.
         codebook: As `kernel.Use.codebook`.
+        places: As `kernel.Use.places`.
     """
 
     dtype: str
@@ -138,6 +139,7 @@ class Stored:
     packed: str = ""
     each: int = 1
     codebook: tuple[float, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 def product(use: Use, matrix: Array, stored: Stored, config: Tiles) -> Array:
@@ -176,10 +178,11 @@ def product(use: Use, matrix: Array, stored: Stored, config: Tiles) -> Array:
     plan = kernel.Use(
         Steps(steps, dtypes, x.dtype.name), finished, stored.dtype, out_dtype,
         config, use.transposed or first, alternating=words, packed=stored.packed,
-        each=stored.each, codebook=stored.codebook,
+        each=stored.each, codebook=stored.codebook, places=stored.places,
     )  # fmt: skip
     flat = x.reshape(rows, k)
-    flat = kernel.alternating(flat, WORD) if words else flat
+    if words and not config.by_warps:
+        flat = kernel.alternating(flat, WORD)
     out = kernel.rows_times_matrix(NAME, flat, matrix, joined, rows_behind, plan)
     if after is None:
         out = use.finished(out.astype(dtype))

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MOST = 64
 """The most rows: from there on, widening once for 128 rows is faster."""
 
+FEW = 32
+"""The most rows for tensor cores of warps, each of which loads them for itself."""
+
 CHUNK = 64
 """What tensor cores take of the summed axis at once: rows of 128 bytes."""
 
@@ -43,6 +46,7 @@ class Tiles:
         turns: Warpgroups that take steps in turns.
         across: Warpgroups that share a step, each with columns of its own.
         splits: Blocks that share columns, each with a part of the summed axis.
+        by_warps: Whether tensor cores of warps multiply, and not those of warpgroups.
     """
 
     block_n: int = 128
@@ -51,6 +55,7 @@ class Tiles:
     turns: int = 2
     across: int = 1
     splits: int = 1
+    by_warps: bool = False
 
     @property
     def computing(self) -> int:
@@ -152,12 +157,18 @@ def _whole_groups(spec: Spec, depth: int) -> bool:
     return all(depth % g == 0 or g % depth == 0 for g in groups)
 
 
+MORE = ({}, {"turns": 3, "stages": 6}, {"turns": 4, "stages": 8})
+"""Warpgroups in turns that are worth measuring."""
+
+
 def configs(spec: Spec, device: Device) -> list[Tiles]:
     """Returns configs worth measuring, most promising first."""
     own = default(spec, device)
     found = [own]
+    few = padded(sizes(spec)[0]) <= FEW
     for change in (
-        {"turns": 3, "stages": 6}, {"turns": 4, "stages": 8},
+        *({"by_warps": True, **more} for more in MORE if few),
+        *MORE[1:],
         {"block_n": 256, "turns": 1, "across": 2},
         {"block_n": 128, "turns": 2, "across": 1},
         {"depth": 64, "stages": 2 * own.stages},
@@ -187,6 +198,8 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     if (size := config.shared_memory(spec)) > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
+    if config.by_warps and padded(m) > FEW:
+        found.append(no("by_warps", f"{m} rows, of at most {FEW}"))
     most = {1: 64, 2: 64, 3: 32}.get(config.computing, 16)
     if (sums := padded(m) * config.columns // 128) > most:
         found.append(no("registers", f"{sums} for sums, of at most {most}"))

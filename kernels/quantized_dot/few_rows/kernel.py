@@ -59,13 +59,17 @@ class Use:
             each column.
         inside: None, or what is joined to the product of each step, in float32, before
             it is added up. The arrays are then joined here, and not to the numbers.
-        alternating: Whether the summed axis of the rows is ordered by `alternating`.
-            A thread then reads whole words of a transposed matrix.
+        alternating: Whether a thread reads whole words of a transposed matrix. The
+            summed axis of the rows is then ordered by `alternating`, unless tensor
+            cores of warps multiply.
         packed: ``"last"`` if the matrix's elements are integers that hold several
             numbers of its last axis. ``"first"`` if those are words of eight numbers of
             the first axis: numbers are then read as if the matrix were transposed.
         each: The numbers of an element.
         codebook: 16 floats that numbers stand for, where `alternating`; or none.
+        places: The place of each of an element's numbers there, or none if they are in
+            order. Those of the summed axis take the rows in order, and tensor cores of
+            warps. Those of columns are all a thread's.
     """
 
     steps: Steps
@@ -80,6 +84,14 @@ class Use:
     packed: str = ""
     each: int = 1
     codebook: tuple[float, ...] = ()
+    places: tuple[int, ...] = ()
+
+    def place_of(self, number: int) -> int:
+        """Returns the place of a number among a thread's neighbours."""
+        if not self.places:
+            return number
+        first, at = divmod(number, len(self.places))
+        return first * len(self.places) + self.places[at]
 
     @property
     def width(self) -> int:
