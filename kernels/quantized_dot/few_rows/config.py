@@ -28,6 +28,9 @@ FEW = 32
 CHUNK = 64
 """What tensor cores take of the summed axis at once: rows of 128 bytes."""
 
+LINE_BYTES = 16
+"""The fewest bytes of a line of a copy."""
+
 CLUSTER = 8
 """The most blocks that can read each other's shared memory on every Hopper GPU."""
 
@@ -93,7 +96,9 @@ class Tiles:
         for name in ("w_scale", "w_zero"):
             if spec.has(name):
                 group = spec.shape("x")[-1] // spec.shape(name)[0]
-                step += 4 * max(1, self.depth // group) * self.block_n
+                line = 4 * max(1, self.depth // group)
+                line = max(line, LINE_BYTES) if transposed(spec) else line
+                step += line * self.block_n
         sums = 4 * self.turns * rows * self.block_n
         return self.stages * step + sums + BARRIERS
 
@@ -201,6 +206,8 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     if config.by_warps and padded(m) > FEW:
         found.append(no("by_warps", f"{m} rows, of at most {FEW}"))
     most = {1: 64, 2: 64, 3: 32}.get(config.computing, 16)
+    if config.by_warps:  # they hold fewer numbers of the matrix at once
+        most = {1: 64, 2: 64, 3: 48, 4: 32}.get(config.computing, 16)
     if (sums := padded(m) * config.columns // 128) > most:
         found.append(no("registers", f"{sums} for sums, of at most {most}"))
     return all_of(*found)

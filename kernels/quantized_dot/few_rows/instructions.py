@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from rewriter.kernels.quantized_dot.few_rows import registers, warp_products
-from rewriter.kernels.quantized_dot.few_rows.config import CHUNK
+from rewriter.kernels.quantized_dot.few_rows.config import CHUNK, LINE_BYTES
 from rewriter.kernels.quantized_dot.few_rows.registers import constant, emit, f32
 from rewriter.kernels.quantized_dot.few_rows.threads import (
     Thread,
@@ -193,9 +193,12 @@ class Step:
         if key not in self.known:
             dtype = self.use.steps.dtypes[array]
             size = jnp.dtype(dtype).itemsize
-            start = (key[1] * self.use.config.block_n + column) * size
+            down, along = self.use.config.block_n * size, size
+            if self.use.turned:
+                down, along = size, LINE_BYTES
+            start = key[1] * down + column * along
             first = emit("mad.lo.u32 $0, $1, $2, $3;", [
-                self.first, constant(size), address(self.joined[array])
+                self.first, constant(along), address(self.joined[array])
             ])  # fmt: skip
             each = 4 if count > 1 else size
             loaded = lambda i: load(first, start + 4 * i, each)

@@ -224,15 +224,15 @@ def _multiply_stored(
         tiles = table.view()[tiles]
     tiles = tiles.transpose(0, 2, 1) if turned else tiles
     numbers = np.concatenate(list(tiles), 1).astype(np.float32)
+    given = [x.view().astype(np.float32) for x in joined]
+    given = [x.T for x in given] if use.turned else given
     places = [
         np.minimum(np.arange(len(numbers)) // group, x.shape[0] - 1)
-        for x, group in zip(joined, groups, strict=True)
+        for x, group in zip(given, groups, strict=True)
     ]
     values = [
-        x.view().astype(np.float32)[0][:, None]
-        if use.by_rows
-        else x.view().astype(np.float32)[at]
-        for x, at in zip(joined, places, strict=True)
+        x[0][:, None] if use.by_rows else x[at]
+        for x, at in zip(given, places, strict=True)
     ]
     wide = _after_steps(numbers, use.steps.steps, values).astype(use.steps.dtype)
     rows = np.concatenate([x.view() for x in left], 1).astype(np.float32)
