@@ -194,9 +194,7 @@ def product(use: Use, matrix: Array, stored: Stored, config: Tiles) -> Array:
     return out.reshape(*x.shape[:-1], n)
 
 
-def _turned(
-    use: Use, stored: Stored, joined: Sequence[Array], config: Tiles
-) -> bool:
+def _turned(use: Use, stored: Stored, joined: Sequence[Array], config: Tiles) -> bool:
     """Whether the kernel reads scales of groups as [n, z].
 
     They lie so beside most transposed matrices. Elsewhere XLA transposes them.

@@ -26,7 +26,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
-from rewriter.kernels.quantized_dot.few_rows.config import CHUNK, LINE_BYTES, Tiles, padded
+from rewriter.kernels.quantized_dot.few_rows.config import (
+    CHUNK,
+    LINE_BYTES,
+    Tiles,
+    padded,
+)
 from rewriter.kernels.quantized_dot.few_rows.registers import Steps
 from rewriter.kernels.shared import pallas_gpu
 
