@@ -21,7 +21,14 @@ from rewriter.kernels.quantized_dot.estimate import (
     of_few_rows,
 )
 from rewriter.kernels.quantized_dot.estimate import numbers as count_of
-from rewriter.kernels.quantized_dot.few_rows.config import Tiles, configs, default, fits
+from rewriter.kernels.quantized_dot.few_rows.config import (
+    Tiles,
+    configs,
+    default,
+    fits,
+    padded,
+    sizes,
+)
 from rewriter.kernels.quantized_dot.op import OP, PACKED
 from rewriter.kernels.quantized_dot.packed_form import axis_of
 from rewriter.kernels.quantized_dot.use import Use
@@ -44,6 +51,9 @@ PLACES = {"low": "01", "high": "10"}
 
 OWN = ("packing", "codebook")
 """Parameters of packed dots alone."""
+
+BY_WARPS = 16
+"""The most rows for tensor cores of warps."""
 
 LEAST = 32
 """The fewest numbers of a group, where a thread reads words of the summed axis."""
@@ -162,16 +172,28 @@ def finds_places(config: Tiles, packing: Packing, kind: str) -> bool:
 
 
 def own_default(spec: Spec, device: Device) -> Tiles:
-    """Returns the default config: three warpgroups in turns where they have registers.
+    """Returns the default config: tensor cores of warps where rows are few.
 
-    Of 1 row by 4096 x 14336 numbers of nf4, two took 26.1 µs on an H200, and three 24.8
-    (``tests/bench/results/packed_dot_h200.json``).
+    On an H200, 4096 x 14336, µs by rows (``tests/bench/results/packed_dot_h200.json``)::
+
+                                       gptq         awq          nf4
+                                       1     16     1     16     1     16
+        three warpgroups in turns      18.3  20.3   16.8  18.7   21.0  23.0
+        two, by warps                  17.0  19.7   16.4  18.5   18.6  23.0
+        three, by warps                17.2  19.8   16.7  18.6   18.8  21.9
     """
     use = of_numbers(spec)
     found = default(use, device)
-    three = with_stages(replace(found, turns=3, stages=6), use)
-    wanted = found.turns == 2 and found.across == 1 and three.stages % 3 == 0
-    return three if wanted and fits(three, use, device).ok else found
+    if found.across > 1:
+        return found
+    three = replace(found, turns=3, stages=6)
+    warps = replace(three if spec.param("codebook") else found, by_warps=True)
+    few = padded(sizes(use)[0]) <= BY_WARPS
+    for wanted in (warps, three) if few else (three,):
+        config = with_stages(wanted, use)
+        if config.stages % config.turns == 0 and fits(config, use, device).ok:
+            return config
+    return found
 
 
 def own_configs(spec: Spec, device: Device) -> list[Tiles]:
