@@ -174,7 +174,8 @@ def finds_places(config: Tiles, packing: Packing, kind: str) -> bool:
 def own_default(spec: Spec, device: Device) -> Tiles:
     """Returns the default config: tensor cores of warps where rows are few.
 
-    On an H200, 4096 x 14336, µs by rows (``tests/bench/results/packed_dot_h200.json``)::
+    On an H200, 4096 x 14336, µs by rows
+    (``tests/bench/results/packed_dot_h200.json``)::
 
                                        gptq         awq          nf4
                                        1     16     1     16     1     16
