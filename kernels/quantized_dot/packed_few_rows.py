@@ -233,5 +233,5 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 KERNEL = HOPPER.kernel(
     PACKED.name, forward, None, supports, Speed(by_estimate, estimate=estimate),
     Space(Tiles, own_default, own_configs, fits_packed),
-    name="hopper_few_rows",
+    name="hopper_few_rows", version=2,
 )  # fmt: skip
