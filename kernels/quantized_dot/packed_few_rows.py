@@ -21,7 +21,14 @@ from rewriter.kernels.quantized_dot.estimate import (
     of_few_rows,
 )
 from rewriter.kernels.quantized_dot.estimate import numbers as count_of
-from rewriter.kernels.quantized_dot.few_rows.config import Tiles, configs, default, fits
+from rewriter.kernels.quantized_dot.few_rows.config import (
+    Tiles,
+    configs,
+    default,
+    fits,
+    padded,
+    sizes,
+)
 from rewriter.kernels.quantized_dot.op import OP, PACKED
 from rewriter.kernels.quantized_dot.packed_form import axis_of
 from rewriter.kernels.quantized_dot.use import Use
@@ -44,6 +51,9 @@ PLACES = {"low": "01", "high": "10"}
 
 OWN = ("packing", "codebook")
 """Parameters of packed dots alone."""
+
+BY_WARPS = 16
+"""The most rows for tensor cores of warps."""
 
 LEAST = 32
 """The fewest numbers of a group, where a thread reads words of the summed axis."""
@@ -125,35 +135,66 @@ def forward(
         config: The tiles.
     """
     how = packing_of(packing)
-    own = [int(place) for place in places(how)]  # of number j
-    inverse = sorted(range(how.count), key=own.__getitem__)  # the number at place p
-    if how.axis == "k":
-        x = _in_order(x, inverse)
-    else:
-        w_scale, w_zero = (_in_order(a, inverse) for a in (w_scale, w_zero))
+    own = tuple(map(int, places(how)))  # of number j
+    kind = "int4" if how.sign == "signed" else "uint4"
+    moved = own != tuple(range(how.count))
+    known = moved and finds_places(config, how, kind)
+    if moved and not known:
+        inverse = sorted(range(how.count), key=own.__getitem__)  # the number at place p
+        if how.axis == "k":
+            x = _in_order(x, inverse)
+        else:
+            w_scale, w_zero = (_in_order(a, inverse) for a in (w_scale, w_zero))
     columns = w.shape[int(mode != "transposed")]
     columns *= how.count if how.axis == "n" else 1
-    kind = "int4" if how.sign == "signed" else "uint4"
     along = packed_along(how, mode)
     use = Use(x=x, w=w, w_scale=w_scale, w_zero=w_zero, mode=mode, **given)
-    stored = few_rows.Stored(kind, columns, along, how.count, codebook or ())
+    stored = few_rows.Stored(
+        kind, columns, along, how.count, codebook or (), own if known else ()
+    )
     out = few_rows.product(use, w, stored, config)
-    if how.axis == "n":
-        out = _in_order(out, own)
+    if how.axis == "n" and moved and not known:
+        out = _in_order(out, list(own))
     return (out, ()) if residuals else out
 
 
-def own_default(spec: Spec, device: Device) -> Tiles:
-    """Returns the default config: three warpgroups in turns where they have registers.
+def finds_places(config: Tiles, packing: Packing, kind: str) -> bool:
+    """Returns whether threads take numbers of an element from where they lie.
 
-    Of 1 row by 4096 x 14336 numbers of nf4, two took 26.1 µs on an H200, and three 24.8
-    (``tests/bench/results/packed_dot_h200.json``).
+    Args:
+        config: The tiles.
+        packing: How numbers lie in elements.
+        kind: The dtype of the numbers.
+    """
+    if packing.axis == "k":
+        return config.by_warps
+    return config.width(kind) // 32 >= packing.count
+
+
+def own_default(spec: Spec, device: Device) -> Tiles:
+    """Returns the default config: tensor cores of warps where rows are few.
+
+    On an H200, 4096 x 14336, µs by rows
+    (``tests/bench/results/packed_dot_h200.json``)::
+
+                                       gptq         awq          nf4
+                                       1     16     1     16     1     16
+        three warpgroups in turns      18.3  20.3   16.8  18.7   21.0  23.0
+        two, by warps                  17.0  19.7   16.4  18.5   18.6  23.0
+        three, by warps                17.2  19.8   16.7  18.6   18.8  21.9
     """
     use = of_numbers(spec)
     found = default(use, device)
-    three = with_stages(replace(found, turns=3, stages=6), use)
-    wanted = found.turns == 2 and found.across == 1 and three.stages % 3 == 0
-    return three if wanted and fits(three, use, device).ok else found
+    if found.across > 1:
+        return found
+    three = replace(found, turns=3, stages=6)
+    warps = replace(three if spec.param("codebook") else found, by_warps=True)
+    few = padded(sizes(use)[0]) <= BY_WARPS
+    for wanted in (warps, three) if few else (three,):
+        config = with_stages(wanted, use)
+        if config.stages % config.turns == 0 and fits(config, use, device).ok:
+            return config
+    return found
 
 
 def own_configs(spec: Spec, device: Device) -> list[Tiles]:
@@ -164,7 +205,7 @@ def own_configs(spec: Spec, device: Device) -> list[Tiles]:
 
 def _in_order(x: Any, order: list[int]) -> Any:
     """Returns an array with another order within parts of its last axis."""
-    if x is None or x.shape[-1] == 1 or order == sorted(order):
+    if x is None or x.shape[-1] == 1:
         return x
     parts = x.reshape(*x.shape[:-1], -1, len(order))
     return jnp.take(parts, jnp.array(order), axis=-1).reshape(x.shape)
@@ -192,5 +233,5 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 KERNEL = HOPPER.kernel(
     PACKED.name, forward, None, supports, Speed(by_estimate, estimate=estimate),
     Space(Tiles, own_default, own_configs, fits_packed),
-    name="hopper_few_rows",
+    name="hopper_few_rows", version=2,
 )  # fmt: skip

@@ -20,6 +20,7 @@ from rewriter.kernels.quantized_dot import xla
 from rewriter.kernels.quantized_dot.estimate import estimate
 from rewriter.kernels.quantized_dot.few_rows.config import (
     CHUNK,
+    LINE_BYTES,
     MOST,
     Tiles,
     configs,
@@ -46,6 +47,8 @@ from rewriter.ops.widening import all_columns
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jax import Array
 
     from rewriter.ops.kernel import Spec
@@ -131,6 +134,7 @@ class Stored:
         packed: As `kernel.Use.packed`.
         each: The numbers of an element.
         codebook: As `kernel.Use.codebook`.
+        places: As `kernel.Use.places`.
     """
 
     dtype: str
@@ -138,6 +142,7 @@ class Stored:
     packed: str = ""
     each: int = 1
     codebook: tuple[float, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 def product(use: Use, matrix: Array, stored: Stored, config: Tiles) -> Array:
@@ -173,17 +178,35 @@ def product(use: Use, matrix: Array, stored: Stored, config: Tiles) -> Array:
     dtypes = tuple(dtype for _, dtype in how.dtypes)
     first = stored.packed == "first"
     words = first or (stored.packed == "last" and use.transposed)
+    turned = _turned(use, stored, joined, config)
+    joined = [a.T for a in joined] if turned else joined
     plan = kernel.Use(
         Steps(steps, dtypes, x.dtype.name), finished, stored.dtype, out_dtype,
         config, use.transposed or first, alternating=words, packed=stored.packed,
-        each=stored.each, codebook=stored.codebook,
+        each=stored.each, codebook=stored.codebook, places=stored.places, turned=turned,
     )  # fmt: skip
     flat = x.reshape(rows, k)
-    flat = kernel.alternating(flat, WORD) if words else flat
+    if words and not config.by_warps:
+        flat = kernel.alternating(flat, WORD)
     out = kernel.rows_times_matrix(NAME, flat, matrix, joined, rows_behind, plan)
     if after is None:
         out = use.finished(out.astype(dtype))
     return out.reshape(*x.shape[:-1], n)
+
+
+def _turned(use: Use, stored: Stored, joined: Sequence[Array], config: Tiles) -> bool:
+    """Whether the kernel reads scales of groups as [n, z].
+
+    They lie so beside most transposed matrices. Elsewhere XLA transposes them.
+    """
+    if not use.transposed or stored.packed == "first" or not joined:
+        return False
+    k, fits = use.x.shape[-1], True
+    for values in joined:
+        line, z = LINE_BYTES // values.dtype.itemsize, values.shape[0]
+        step = max(1, config.depth * z // k)
+        fits &= z > 1 and z % line == 0 and line % step == 0
+    return fits
 
 
 def _after(use: Use) -> Behind | None:
@@ -196,5 +219,5 @@ def _after(use: Use) -> Behind | None:
 KERNEL = HOPPER.kernel(
     "quantized_dot", forward, xla.backward, supports,
     Speed(by_estimate, estimate=estimate), Space(Tiles, default, configs, fits),
-    xla.KERNEL.backward_space, name="hopper_few_rows",
+    xla.KERNEL.backward_space, name="hopper_few_rows", version=2,
 )  # fmt: skip

@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 MOST = 64
 """The most rows: from there on, widening once for 128 rows is faster."""
 
+FEW = 32
+"""The most rows for tensor cores of warps, each of which loads them for itself."""
+
 CHUNK = 64
 """What tensor cores take of the summed axis at once: rows of 128 bytes."""
+
+LINE_BYTES = 16
+"""The fewest bytes of a line of a copy."""
 
 CLUSTER = 8
 """The most blocks that can read each other's shared memory on every Hopper GPU."""
@@ -43,6 +49,7 @@ class Tiles:
         turns: Warpgroups that take steps in turns.
         across: Warpgroups that share a step, each with columns of its own.
         splits: Blocks that share columns, each with a part of the summed axis.
+        by_warps: Whether tensor cores of warps multiply, and not those of warpgroups.
     """
 
     block_n: int = 128
@@ -51,6 +58,7 @@ class Tiles:
     turns: int = 2
     across: int = 1
     splits: int = 1
+    by_warps: bool = False
 
     @property
     def computing(self) -> int:
@@ -88,7 +96,9 @@ class Tiles:
         for name in ("w_scale", "w_zero"):
             if spec.has(name):
                 group = spec.shape("x")[-1] // spec.shape(name)[0]
-                step += 4 * max(1, self.depth // group) * self.block_n
+                line = 4 * max(1, self.depth // group)
+                line = max(line, LINE_BYTES) if transposed(spec) else line
+                step += line * self.block_n
         sums = 4 * self.turns * rows * self.block_n
         return self.stages * step + sums + BARRIERS
 
@@ -152,12 +162,18 @@ def _whole_groups(spec: Spec, depth: int) -> bool:
     return all(depth % g == 0 or g % depth == 0 for g in groups)
 
 
+MORE = ({}, {"turns": 3, "stages": 6}, {"turns": 4, "stages": 8})
+"""Warpgroups in turns that are worth measuring."""
+
+
 def configs(spec: Spec, device: Device) -> list[Tiles]:
     """Returns configs worth measuring, most promising first."""
     own = default(spec, device)
     found = [own]
+    few = padded(sizes(spec)[0]) <= FEW
     for change in (
-        {"turns": 3, "stages": 6}, {"turns": 4, "stages": 8},
+        *({"by_warps": True, **more} for more in MORE if few),
+        *MORE[1:],
         {"block_n": 256, "turns": 1, "across": 2},
         {"block_n": 128, "turns": 2, "across": 1},
         {"depth": 64, "stages": 2 * own.stages},
@@ -187,7 +203,11 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     if (size := config.shared_memory(spec)) > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
+    if config.by_warps and padded(m) > FEW:
+        found.append(no("by_warps", f"{m} rows, of at most {FEW}"))
     most = {1: 64, 2: 64, 3: 32}.get(config.computing, 16)
+    if config.by_warps:  # they hold fewer numbers of the matrix at once
+        most = {1: 64, 2: 64, 3: 48, 4: 32}.get(config.computing, 16)
     if (sums := padded(m) * config.columns // 128) > most:
         found.append(no("registers", f"{sums} for sums, of at most {most}"))
     return all_of(*found)

@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from rewriter.kernels.quantized_dot.few_rows import registers
-from rewriter.kernels.quantized_dot.few_rows.config import CHUNK
+from rewriter.kernels.quantized_dot.few_rows import registers, warp_products
+from rewriter.kernels.quantized_dot.few_rows.config import CHUNK, LINE_BYTES
 from rewriter.kernels.quantized_dot.few_rows.registers import constant, emit, f32
 from rewriter.kernels.quantized_dot.few_rows.threads import (
     Thread,
@@ -138,16 +138,16 @@ def _waited(sums: Sequence[Any]) -> list[Any]:
     return [held] if len(sums) == 1 else list(held)
 
 
-def _step(use: Use) -> type[_Step]:
+def _step(use: Use) -> type[Step]:
     """The class that reads a use's matrix."""
     if use.packed == "first":
         return _Words
     if use.alternating:
         return _Alternating
-    return _Transposed if use.transposed else _ByRows if use.by_rows else _Step
+    return _Transposed if use.transposed else _ByRows if use.by_rows else Step
 
 
-class _Step:
+class Step:
     """The instructions of one step, for one thread; the matrix is [k, n]."""
 
     def __init__(self, use: Use, right: Any, joined: Any, groups: Sequence[int]):
@@ -193,9 +193,12 @@ class _Step:
         if key not in self.known:
             dtype = self.use.steps.dtypes[array]
             size = jnp.dtype(dtype).itemsize
-            start = (key[1] * self.use.config.block_n + column) * size
+            down, along = self.use.config.block_n * size, size
+            if self.use.turned:
+                down, along = size, LINE_BYTES
+            start = key[1] * down + column * along
             first = emit("mad.lo.u32 $0, $1, $2, $3;", [
-                self.first, constant(size), address(self.joined[array])
+                self.first, constant(along), address(self.joined[array])
             ])  # fmt: skip
             each = 4 if count > 1 else size
             loaded = lambda i: load(first, start + 4 * i, each)
@@ -204,6 +207,8 @@ class _Step:
 
     def added(self, sums: Sequence[Any], left: Sequence[Any]) -> list[Any]:
         """Sums plus the products of the step."""
+        if self.use.config.by_warps:
+            return warp_products.added(sums, left, self)
         sums = list(sums)
         for chunk, rows in enumerate(left):
             turned = mgpu.memref_transpose(rows, (1, 0, 3, 2))
@@ -218,17 +223,29 @@ class _Step:
         return sums
 
     def operands(self, chunk: int) -> list[Any]:
-        """The matrix's numbers of `CHUNK` rows, for each 64 rows of tensor cores."""
-        made = [np.empty((CHUNK // 8, 2), object) for _ in range(self.count)]
-        for part in range(CHUNK // 8):
-            row = chunk * CHUNK + 8 * part
+        """Numbers of `CHUNK` rows as operands, for each 64 rows of tensor cores."""
+        return [self.fragment(x) for x in self.numbers(chunk * CHUNK, CHUNK)]
+
+    def numbers(self, first: int, depth: int) -> list[Any]:
+        """Registers of numbers of some rows, for each 64 rows of tensor cores.
+
+        Args:
+            first: The first row.
+            depth: How many.
+
+        Returns:
+            Arrays [depth / 8, 2]: a register for either of the thread's two columns.
+        """
+        made = [np.empty((depth // 8, 2), object) for _ in range(self.count)]
+        for part in range(depth // 8):
+            row = first + 8 * part
             for i, half, pair, column, count in self.pairs(row):
                 joined = [
                     self.values(a, row, column - column % count, count)[column % count]
                     for a in range(len(self.use.steps.dtypes))
                 ]
                 made[i][part, half] = registers.widened(pair, self.use.steps, joined)
-        return [self.fragment(x) for x in made]
+        return made
 
     def places(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields the thread's columns: as `pairs` does, without numbers."""
@@ -250,7 +267,8 @@ class _Step:
         for tile in range(self.tiles):
             words = [self.word(tile, row, odd) for odd in (0, 1)]
             for at in range(self.columns):
-                pair = registers.numbers(self.use.stored, dtype, *words, at)
+                place = self.use.place_of(at)
+                pair = registers.numbers(self.use.stored, dtype, *words, place)
                 column = tile * self.wide + at
                 yield tile * each + at // 2, at % 2, pair, column, self.columns
 
@@ -268,7 +286,7 @@ class _Step:
         )  # fmt: skip
 
 
-class _Transposed(_Step):
+class _Transposed(Step):
     """The same for a matrix [n, k]: a thread reads two numbers of a column at once."""
 
     def begin(self) -> None:
@@ -308,6 +326,8 @@ class _Transposed(_Step):
 class _Alternating(_Transposed):
     """The same where a thread reads a word of a column at once."""
 
+    looked: Any = None
+
     def word(self, column: int, row: int) -> Any:
         """The thread's word of a column, of the 16 bytes that have a row."""
         piece = row * self.bits // 128
@@ -323,7 +343,7 @@ class _Alternating(_Transposed):
         """Yields the pairs of numbers of 8 rows."""
         stored, dtype = self.use.stored, self.use.steps.dtype
         first = row % (128 // self.bits) // 8
-        table = address(self.joined[-1]) if self.use.codebook else None
+        table = self.table() if self.use.codebook else None
         for i in range(self.count):
             for half in (0, 1):
                 column = 64 * i + 8 * half
@@ -334,6 +354,15 @@ class _Alternating(_Transposed):
                     both = first, first + 4
                     pair = [registers.looked_up(table, word, at) for at in both]
                 yield i, half, pair, column, 1
+
+    def table(self) -> Any:
+        """A number of the codebook of 16 in each lane."""
+        if self.looked is None:
+            text = "{ .reg .b32 x; mov.u32 x, %laneid; and.b32 x, x, 15;" + (
+                " mad.lo.u32 x, x, 4, $1; ld.shared.b32 $0, [x]; }"
+            )
+            self.looked = emit(text, [address(self.joined[-1])], effects=True)
+        return self.looked
 
 
 class _Words(_Alternating):
@@ -367,7 +396,7 @@ class _Words(_Alternating):
         return self.words[key]
 
 
-class _ByRows(_Step):
+class _ByRows(Step):
     """The same where arrays of the steps have a value for each summed row."""
 
     def values(self, array: int, row: int, column: int, count: int) -> list[Any]:

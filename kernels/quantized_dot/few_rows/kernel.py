@@ -26,7 +26,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.quantized_dot.few_rows import instructions, threads, totals
-from rewriter.kernels.quantized_dot.few_rows.config import CHUNK, Tiles, padded
+from rewriter.kernels.quantized_dot.few_rows.config import (
+    CHUNK,
+    LINE_BYTES,
+    Tiles,
+    padded,
+)
 from rewriter.kernels.quantized_dot.few_rows.registers import Steps
 from rewriter.kernels.shared import pallas_gpu
 
@@ -59,13 +64,19 @@ class Use:
             each column.
         inside: None, or what is joined to the product of each step, in float32, before
             it is added up. The arrays are then joined here, and not to the numbers.
-        alternating: Whether the summed axis of the rows is ordered by `alternating`.
-            A thread then reads whole words of a transposed matrix.
+        alternating: Whether a thread reads whole words of a transposed matrix. The
+            summed axis of the rows is then ordered by `alternating`, unless tensor
+            cores of warps multiply.
         packed: ``"last"`` if the matrix's elements are integers that hold several
             numbers of its last axis. ``"first"`` if those are words of eight numbers of
             the first axis: numbers are then read as if the matrix were transposed.
         each: The numbers of an element.
         codebook: 16 floats that numbers stand for, where `alternating`; or none.
+        places: The place of each of an element's numbers there, or none if they are in
+            order. Those of the summed axis take the rows in order, and tensor cores of
+            warps. Those of columns are all a thread's.
+        turned: Whether arrays of the steps are [n, z], as a transposed matrix lies. A
+            copy then has `LINE_BYTES` of each column.
     """
 
     steps: Steps
@@ -80,6 +91,15 @@ class Use:
     packed: str = ""
     each: int = 1
     codebook: tuple[float, ...] = ()
+    places: tuple[int, ...] = ()
+    turned: bool = False
+
+    def place_of(self, number: int) -> int:
+        """Returns the place of a number among a thread's neighbours."""
+        if not self.places:
+            return number
+        first, at = divmod(number, len(self.places))
+        return first * len(self.places) + self.places[at]
 
     @property
     def width(self) -> int:
@@ -147,7 +167,8 @@ def rows_times_matrix(
         lhs: [m, k], bfloat16 or float16, m at most 64.
         matrix: [k, n], as `Use.stored`; [n, k] if transposed. The same with fewer
             elements, if they are `Use.packed`.
-        joined: Arrays [z, n] of `Use.steps`, a row for each z-th part of k.
+        joined: Arrays [z, n] of `Use.steps`, a row for each z-th part of k; [n, z] if
+            they are `Use.turned`.
         behind: Arrays float32 [n] of `Use.behind`.
         use: How.
 
@@ -190,7 +211,7 @@ def shared_memory(
     (m, k), config, wide = lhs.shape, use.config, use.width
     rows, parts = padded(m), config.chunks
     copies = config.copies(wide, arrays)
-    depths = [_rows(config.depth, k // x.shape[0]) for x in joined]
+    parts_of = [_part(use, x, k) for x in joined]
     return {
         "left": pallas_gpu.tiles_and_rows(
             (config.stages * parts, rows, CHUNK),
@@ -201,8 +222,8 @@ def shared_memory(
             (config.stages, config.block_n // wide, *use.tile), dtype
         ),
         "joined": [
-            plgpu.SMEM((config.stages, depth, config.block_n), x.dtype)
-            for x, depth in zip(joined, depths, strict=True)
+            plgpu.SMEM((config.stages, *part), x.dtype)
+            for x, part in zip(joined, parts_of, strict=True)
         ],
         "partial": plgpu.SMEM((config.turns, rows, config.block_n), jnp.float32),
         "ready": pallas_gpu.barriers(config.stages, copies),
@@ -210,9 +231,12 @@ def shared_memory(
     }
 
 
-def _rows(depth: int, group: int) -> int:
-    """The rows of an array of groups that a step reads."""
-    return max(1, depth // group)
+def _part(use: Use, values: Array, k: int) -> tuple[int, int]:
+    """The shape of what a copy brings of an array of groups."""
+    if use.turned:
+        return use.config.block_n, LINE_BYTES // values.dtype.itemsize
+    group = k // values.shape[0]
+    return max(1, use.config.depth // group), use.config.block_n
 
 
 @dataclass(frozen=True)
@@ -312,16 +336,42 @@ class Block:
         """Copies the parts of arrays that a step reads."""
         for values, place in zip(self.joined, self.shared["joined"], strict=True):
             across = pl.ds(self.column, self.use.config.block_n)
-            plgpu.copy_gmem_to_smem(
-                self.groups_of(values, row, place.shape[1], across),
-                place.at[slot],
-                ready,
-            )
+            if self.use.turned:
+                line, at = place.shape[2], self.group_at(values, row)
+                first = pl.multiple_of(at - lax.rem(at, jnp.int32(line)), line)
+                part = values.at[across, pl.ds(first, line)]
+            else:
+                part = self.groups_of(values, row, place.shape[1], across)
+            plgpu.copy_gmem_to_smem(part, place.at[slot], ready)
 
     def groups_of(self, values: Any, row: Any, count: int, across: Any) -> Any:
         """The part of an array that a step of some columns reads."""
-        group = self.lhs.shape[1] // values.shape[0]
-        return values.at[pl.ds(lax.div(row, jnp.int32(group)), count), across]
+        return values.at[pl.ds(self.group_at(values, row), count), across]
+
+    def numbers_of_group(self, values: Any) -> int:
+        """How many numbers of the summed axis share a value of an array."""
+        return self.lhs.shape[1] // values.shape[int(self.use.turned)]
+
+    def group_at(self, values: Any, row: Any) -> Any:
+        """The group of a number of the summed axis."""
+        return lax.div(row, jnp.int32(self.numbers_of_group(values)))
+
+    def own_values(self, values: Any, place: Any, step: Any, columns: Any) -> Any:
+        """A warpgroup's part of an array in shared memory.
+
+        Args:
+            values: The array.
+            place: Its copies.
+            step: The step, of this block's.
+            columns: Those of the warpgroup.
+        """
+        slot, depth = self.slot(step), self.use.config.depth
+        if not self.use.turned:
+            return place.at[slot, pl.ds(0, place.shape[1]), columns]
+        count = max(1, depth // self.numbers_of_group(values))
+        at = self.group_at(values, (self.steps[0] + step) * depth)
+        at = lax.rem(at, jnp.int32(place.shape[2]))
+        return place.at[slot, columns, pl.ds(at, count)]
 
     # ---------------------------------------------------------------- computing
     def compute(self, warpgroup: Any) -> None:
@@ -339,15 +389,17 @@ class Block:
         if self.use.codebook:
             plgpu.barrier_wait(x["table_ready"].at[0])
         first, end = self.steps
-        groups = [self.lhs.shape[1] // v.shape[0] for v in self.joined]
+        groups = [self.numbers_of_group(v) for v in self.joined]
 
         zeros = [pallas_gpu.zeros((64, left.shape[1]))] * (wide // 64)
 
         def one(i: Any, sums: Any) -> Any:
-            slot = self.slot(turn + i * config.turns)
+            step = turn + i * config.turns
+            slot = self.slot(step)
             plgpu.barrier_wait(x["ready"].at[slot])
             parts = [left.at[slot * config.chunks + p] for p in range(config.chunks)]
-            joined = [v.at[slot, pl.ds(0, v.shape[1]), columns] for v in x["joined"]]
+            pairs = zip(self.joined, x["joined"], strict=True)
+            joined = [self.own_values(v, place, step, columns) for v, place in pairs]
             joined += [x["table"]] if self.use.codebook else []
             right = x["right"].at[slot, own]
             if self.use.inside is None:

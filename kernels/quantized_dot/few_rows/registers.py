@@ -129,6 +129,10 @@ def alternate(stored: str, dtype: str, word: Any, first: int) -> Any:
     if stored.startswith("float8"):
         return _of_floats(stored, dtype, word, word, f"0x00{first + 2}{first}")
     bits = 4 if stored in FOUR_BITS else 8
+    if bits == 4 and first % 2 and dtype == "float16" and stored != "float4_e2m1fn":
+        if first > 1:
+            word = emit(f"shr.u32 $0, $1, {bits * (first - 1)};", [word])
+        return _of_upper_nibbles(stored, word)
     if first:
         word = emit(f"shr.u32 $0, $1, {bits * first};", [word])
     if bits == 4:
@@ -136,17 +140,36 @@ def alternate(stored: str, dtype: str, word: Any, first: int) -> Any:
     return _of_eight_bits(stored == "int8", dtype, word)
 
 
+def _of_upper_nibbles(stored: str, word: Any) -> Any:
+    """Float16 of the upper numbers of two bytes: the first byte of either half.
+
+    They need no shift, as 16 times themselves: 1024 + 16 x is exact, and so is x, which
+    one multiply-add gives.
+    """
+    signed = stored == "int4"
+    base = 0x64806480 if signed else 0x64006400
+    whole = _masked(word, "0x00f000f0", hex(base), ANDED_XOR)
+    # (1024 + 16 x) / 16 - 64, and with a sign 128 / 16 less
+    less = constant(0xD480D480 if signed else 0xD400D400)
+    given = [whole, constant(0x2C002C00), less]
+    return emit("fma.rn.f16x2 $0, $1, $2, $3;", given)
+
+
 def looked_up(table: Any, word: Any, at: int) -> Any:
     """Returns the float32 that a word's number of four bits stands for.
 
+    Lanes read each other's register: shared memory needs an address for each number.
+
     Args:
-        table: The address of 16 floats in shared memory.
+        table: A register that has float l modulo 16 of the codebook in lane l.
         word: The word.
         at: The place of the number.
     """
-    shift = f"shr.u32 x, $1, {4 * at - 2};" if at else "shl.b32 x, $1, 2;"
-    text = f"{{ .reg .b32 x; {shift} and.b32 x, x, 0x3c; add.u32 x, x, $2;"
-    return emit(f"{text} ld.shared.f32 $0, [x]; }}", [word, table], f32(), True)
+    lane = word  # its lowest five bits count, of which the fifth changes nothing
+    if at:
+        lane = emit(f"shr.u32 $0, $1, {4 * at};", [word])
+    text = "{ .reg .b32 x; shfl.sync.idx.b32 x, $1, $2, 31, -1; mov.b32 $0, x; }"
+    return emit(text, [table, lane], f32(), True)
 
 
 def _of_eight_bits(signed: bool, dtype: str, joined: Any) -> Any:
@@ -164,10 +187,12 @@ def _of_eight_bits(signed: bool, dtype: str, joined: Any) -> Any:
 
 
 def _of_four_bits(stored: str, dtype: str, low: Any, high: Any, at: int) -> Any:
-    byte = at // 2
-    order = f"0x{4 + byte}{4 + byte}{byte}{byte}"
+    byte, odd = divmod(at, 2)
+    order = f"0x{4 + byte}{4 + byte}{byte}{byte}"  # the same for both of a byte
     joined = emit(f"prmt.b32 $0, $1, $2, {order};", [low, high])
-    if at % 2:
+    if odd and dtype == "float16" and stored != "float4_e2m1fn":
+        return _of_upper_nibbles(stored, joined)
+    if odd:
         joined = emit("shr.u32 $0, $1, 4;", [joined])
     return _of_nibbles(stored, dtype, joined)
 

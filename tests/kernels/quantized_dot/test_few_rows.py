@@ -98,6 +98,7 @@ def test_it_is_chosen_for_few_rows(m: int) -> None:
 CONFIGS = [
     Tiles(), Tiles(depth=64, stages=3, turns=3), Tiles(splits=3, stages=2),
     Tiles(256, stages=3, turns=1, across=2), Tiles(256, 64, 4, 2, 2, splits=2),
+    Tiles(256, stages=3, turns=3, by_warps=True), Tiles(splits=2, by_warps=True),
 ]  # fmt: skip
 SIZES = [((3, 256, 256), 1), ((20, 512, 256), 16), ((64, 384, 512), 3)]
 USES = [
@@ -225,6 +226,14 @@ class _Registers:
         return _joined(wide, dtype)
 
     _mul = _sub = _add = _two
+
+    def _fma(self, name: str, a: int, b: int, c: int) -> int:
+        dtype = "bfloat16" if "bf16" in name else "float16"
+        x, y, z = (
+            np.uint32(v).reshape(1).view(jnp.dtype(dtype)).astype(np.float32)
+            for v in (a, b, c)
+        )
+        return _joined(x * y + z, dtype)
 
 
 def _joined(values: Any, dtype: str) -> int:
@@ -360,6 +369,7 @@ LOWERED = [
     (Tiles(stages=3, turns=3), "float8_e4m3fn", ONCE, 2, "forward"),
     (Tiles(256), "int4", "float32 *scale bfloat16", 2, "transposed"),
     (Tiles(256), few_rows.FLOATS, ONCE, 8, "forward"),
+    (Tiles(256, by_warps=True), "int4", NARROW, 8, "forward"),
 ]
 
 

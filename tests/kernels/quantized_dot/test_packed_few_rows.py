@@ -40,6 +40,7 @@ PACKINGS = {
 CONFIGS = [
     None, Tiles(), Tiles(depth=64, stages=3, turns=3), Tiles(splits=2, stages=2),
     Tiles(256, stages=3, turns=1, across=2), Tiles(256, 64, 4, 2, 1, splits=2),
+    Tiles(256, stages=3, turns=3, by_warps=True), Tiles(splits=2, by_warps=True),
 ]  # fmt: skip
 
 
@@ -143,12 +144,13 @@ def test_simulated(name: str, config: Tiles | None, widen: str) -> None:
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["gptq", "awq", "transposed", "bytes of columns"])
 @pytest.mark.parametrize("widen", [ZEROS, LOOKED_UP[0]])
-def test_lowers_on_a_cpu(name: str, widen: str) -> None:
+@pytest.mark.parametrize("config", [Tiles(), Tiles(256, by_warps=True)], ids=str)
+def test_lowers_on_a_cpu(name: str, widen: str, config: Tiles) -> None:
     given, params = make(name, widen)
     if not supports(spec_of(PACKED, given, params)).ok:
         assert "codebook" in params
         return
-    call = jax.jit(functools.partial(KERNEL.forward, **params, config=Tiles()))
+    call = jax.jit(functools.partial(KERNEL.forward, **params, config=config))
     text = jax.export.export(call, platforms=["cuda"])(**given).mlir_module()
     assert text.count("mosaic_gpu_v2") == 1
 

@@ -224,19 +224,19 @@ def _multiply_stored(
         tiles = table.view()[tiles]
     tiles = tiles.transpose(0, 2, 1) if turned else tiles
     numbers = np.concatenate(list(tiles), 1).astype(np.float32)
+    given = [x.view().astype(np.float32) for x in joined]
+    given = [x.T for x in given] if use.turned else given
     places = [
         np.minimum(np.arange(len(numbers)) // group, x.shape[0] - 1)
-        for x, group in zip(joined, groups, strict=True)
+        for x, group in zip(given, groups, strict=True)
     ]
     values = [
-        x.view().astype(np.float32)[0][:, None]
-        if use.by_rows
-        else x.view().astype(np.float32)[at]
-        for x, at in zip(joined, places, strict=True)
+        x[0][:, None] if use.by_rows else x[at]
+        for x, at in zip(given, places, strict=True)
     ]
     wide = _after_steps(numbers, use.steps.steps, values).astype(use.steps.dtype)
     rows = np.concatenate([x.view() for x in left], 1).astype(np.float32)
-    if use.alternating:
+    if use.alternating and not use.config.by_warps:
         count = 8 if "4" in use.stored and "8" not in use.stored else 4
         order = np.asarray(few_rows.alternating(jax.numpy.arange(rows.shape[1]), count))
         rows = rows[:, np.argsort(order)]
@@ -254,6 +254,8 @@ def _numbers(tiles: np.ndarray, use: Any) -> np.ndarray:
     bits = tiles.dtype.itemsize * 8 // use.each
     words = tiles.view(f"uint{8 * tiles.dtype.itemsize}")
     parts = [(words >> (bits * i)) & (2**bits - 1) for i in range(use.each)]
+    if use.places:
+        parts = [parts[place] for place in use.places]
     numbers = np.stack(parts, axis + 1).astype(np.int32)
     if use.stored == "int4":
         numbers = (numbers ^ 8) - 8
