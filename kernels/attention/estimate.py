@@ -115,8 +115,7 @@ def of_xla(spec: Spec, device: Device, passes: str) -> float:
     if passes != "forward" or device.platform != "cuda" or work.rows > FEW_ROWS:
         odd = device.platform == "cuda" and spec.shape("k")[1] * size % 16 > 0
         launched = launches * LAUNCH_S
-        slower = ODD.get(size, 1.0) if odd else 1.0
-        return launched + (xla - launched) * slower
+        return launched + (xla - launched) * ODD.get(size, 1.0) if odd else xla
     read = READ if work.rows > 1 else READ_ONCE
     streamed = seconds(device, 0.0, work.moved, memory=read)
     return max(xla, streamed) if work.rows > 1 else streamed

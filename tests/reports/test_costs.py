@@ -108,8 +108,9 @@ def test_times_of_another_shape_are_not_shown_as_its_own(target):
     assert (found.origin, found.costs.source) == ("nearest", "estimated")
     model = only(attention, more, more, more, target=target, tune="off")
     assert found.costs.after_us == pytest.approx(model.costs.after_us)
-    same = dataclasses.replace(found.costs, after_us=model.costs.after_us)
-    assert same == model.costs
+    assert found.costs.before_us == pytest.approx(model.costs.before_us)
+    own = {"before_us": model.costs.before_us, "after_us": model.costs.after_us}
+    assert dataclasses.replace(found.costs, **own) == model.costs
     times = [why for _, why in found.not_chosen if "against" in why]
     assert times
     assert all(why.startswith("for a near shape or chip, ") for why in times)

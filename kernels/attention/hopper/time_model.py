@@ -184,7 +184,8 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
         return seconds(device, 0.0, _of_short(spec, passes), memory=SHORT[passes])
     both = passes != "forward"
     own = OWN_UNEVEN if _uneven(spec) else OWN
-    reached, launches = own[passes] * share(passes, filled(h)), 7 if both else 1
+    reached, launches = own[passes] * share(passes, filled(h)), 7 if both else 2
+    launches -= not both and is_one_block(spec)
     if both and _uneven(spec) and min(_lengths(spec)) >= LONG and not _is_window(spec):
         reached *= OWN_LONG / own[passes]
     reached *= AHEAD if both and backward_default(spec, device).ahead > 1 else 1.0
