@@ -6,6 +6,7 @@ Must hold  each step joins one value of the program to all numbers of a group.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,6 @@ from rewriter.find.reading import Refused
 from rewriter.ops.stored import FEW_BITS
 from rewriter.ops.widening import BIAS, ROWS, SCALE, ZERO
 from rewriter.program.graph import Graph, Node
-from rewriter.program.walk import values_above
 
 LAYOUT = TRANSPARENT | {"transpose", "reshape", "squeeze", "expand_dims"}
 """What moves all numbers of an array."""
@@ -64,7 +64,15 @@ def stored_above(find: Finder, value: int) -> int | None:
         local = node.prim in SIGNS or _one_operand(node)
         return local and not is_first(node.outs[0])
 
-    found = filter(is_first, values_above(g, [value], goes_on, most=2 * REACH))
+    found, queue, seen = [], deque([value]), {value}
+    while queue and len(seen) < 2 * REACH:
+        value = queue.popleft()
+        found += [value] * is_first(value)
+        node = g.node_of(value)
+        if node is not None and goes_on(node):
+            above = (_operand(node, value),) if _one_operand(node) else node.ins
+            queue += [v for v in above if v not in seen]
+            seen.update(above)
     return max(found, key=lambda v: _size(g.shape(v)), default=None)
 
 
@@ -90,6 +98,14 @@ def same_body(find: Finder, node: Node, other: Node) -> bool:
 
 def _one_operand(node: Node) -> bool:
     return node.prim in LAYOUT or node.prim == "convert_element_type"
+
+
+def _operand(node: Node, value: int) -> int:
+    """What layout, a cast or a barrier makes a value of.
+
+    A barrier has several operands, each with its own result.
+    """
+    return node.ins[node.outs.index(value) if len(node.ins) > 1 else 0]
 
 
 def _size(shape: Sequence[int]) -> int:
@@ -152,7 +168,7 @@ def widening(find: Finder, matrix: int, stored: int) -> Steps:
         if node is None or len(nodes) > REACH:
             raise _refused("the stored numbers are not only scaled and moved")
         if _one_operand(node):
-            (source,) = node.ins
+            source = _operand(node, value)
             if node.prim == "convert_element_type":
                 text.append(str(g.dtype(value)))
         elif node.prim in SIGNS:
