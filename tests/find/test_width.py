@@ -75,7 +75,6 @@ WIDER: dict[str, tuple[Callable[..., Any], ...]] = {
         Y,
     ),
     "a bias": (lambda x, k: attend(x @ k.T + wide(k[:, 0]) * 1e9, k), X, Y),
-    "a bias of a loss": (lambda x, w: loss(x @ w + wide(w[0])), X * 900, W),
     "one branch": (lambda x, w, u: unit(x @ w, wide(x @ u)), X, W, U),
     "softmax": (lambda x, k: narrow(jax.nn.softmax(wide(x @ k.T))) @ k, X * 9, Y),
     "loss": (lambda y: narrow(loss(wide(y))), X * 0 + np.float32(1e8)),
@@ -89,6 +88,7 @@ WIDER: dict[str, tuple[Callable[..., Any], ...]] = {
 }
 """Their op would compute in float32."""
 AS_WIDE: dict[str, tuple[Callable[..., Any], ...]] = {
+    "a bias of a loss": (lambda x, w: loss(x @ w + wide(w[0])), X * 900, W),
     "linear loss": (lambda x, w: narrow(loss(wide(x) @ wide(w))), X * 9000, W),
     "float64": (rms, X.astype("f8")),
     "float32": (rms, X),
