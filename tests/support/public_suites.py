@@ -5,8 +5,9 @@
 Each file that mentions ``jax.jit`` or ``nnx.jit`` runs twice: as it is, and with the
 plugin `tests.support.optimized_jit`. Prints the tests that pass as they are and fail
 with it, and exits with 1 if there are some. Those in `BY_IDENTITY` do not count.
-``--json PATH`` keeps the figures of each file, also of parts that ran before. A folder
-may be given in place of a package. flax has its tests in its source distribution alone:
+``--json PATH`` keeps the figures of each file, also of parts that ran before. A folder,
+a file or a module may be given in place of a package. flax has its tests in its source
+distribution alone:
 
     pip download flax --no-deps --no-binary flax && tar xzf flax-*.tar.gz
     python3 -m tests.support.public_suites flax-*/tests
@@ -44,8 +45,15 @@ BY_IDENTITY: Mapping[str, str] = {}
 
 
 def modules(package: str) -> list[str]:
-    """The test modules of a package, or the files of a folder, that call ``jit``."""
+    """The test modules of a package, or the files of a folder, that call ``jit``.
+
+    A file is itself, and so is a module of a package such as ``optax._src.base_test``.
+    """
     folder = pathlib.Path(package).resolve()
+    if folder.is_file():
+        return [str(folder)]
+    if "." in package and not folder.is_dir():
+        return [package]
     if not folder.is_dir():
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
