@@ -77,7 +77,9 @@ def outcomes(module: str, words: str, optimized: bool) -> tuple[dict[str, str], 
             "-p", "no:cacheprovider", *(["-k", words] if words else []),
             *(["-p", PLUGIN] if optimized else []),
         ]  # fmt: skip
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        beside = os.environ.get("PYTHONPATH", "")
+        paths = os.pathsep.join([str(ROOT), *([beside] if beside else [])])
+        env = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
         run = subprocess.run(
             command, cwd=folder, env=env, capture_output=True, text=True, check=False
         )
