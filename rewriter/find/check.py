@@ -24,6 +24,7 @@ from rewriter.find.plain_code import plain_code
 from rewriter.find.reading import Operand, Reading, Refused, leaves_of, unproved
 from rewriter.find.recomputable import require_own
 from rewriter.find.reference import referenced
+from rewriter.find.rounded_result import require_own_rounding
 from rewriter.ops.kernel import Spec, spec_of
 from rewriter.ops.op import Op
 from rewriter.ops.registry import registry
@@ -41,6 +42,7 @@ def check(graph: Graph, op: Op, reading: Reading) -> tuple[Spec | None, Refused 
     reading.algebra.work = 0
     try:
         require_own(reading)
+        require_own_rounding(graph, reading)
         spec, want = replacement_forms(graph, op, reading)
         proof = reading.proof
         if proof is not None:

@@ -86,10 +86,12 @@ MOST_USES = 3
 """Of how many uses of weights it is told which are stable."""
 
 OF_OWN_GROUP = {
-    r"lax\.ragged_dot\((\w+), (\w+), (\w+)\)": (
-        r"jnp.where((jnp.arange(\1.shape[0]) < \3.sum())[:, None], "
-        r"jnp.einsum('mk,mkf->mf', \1, \2[jnp.repeat(jnp.arange(\2.shape[0]), \3, "
-        r"total_repeat_length=\1.shape[0])]), 0.0)"
+    r"lax\.ragged_dot\((\w+)( \* 2\.0)?, (\w+)( \* 2\.0)?, (\w+)\)": (
+        r"(lambda x, w, i, some: jnp.where(some, jnp.einsum("
+        r"'mk,mkf->mf', jnp.where(some, x, 0.0), w[i]), 0.0))("
+        r"\1\2, \3\4, jnp.repeat(jnp.arange(\3.shape[0]), \5, "
+        r"total_repeat_length=\1.shape[0]), "
+        r"(jnp.arange(\1.shape[0]) < \5.sum())[:, None])"
     )
 }
 """Products in which no row meets another group's matrix: JAX multiplies it by zeros."""

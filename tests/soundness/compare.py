@@ -14,7 +14,8 @@ NEAR = 1e-3
 
 
 HUGE = 1e37
-"""A sum of weights times values that are as large may overflow before its division."""
+"""A sum of weights times values that are as large may overflow before its division, and
+the order of any sum decides whether it overflows to a number that is as large."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def in_range(
 
     Squares or a sigmoid's exponentials may overflow in float32 and not in float64. A
     kernel that then gives what float64 does is no worse. Nor is one that hides what a
-    fill is meant to hide, where scores are as large as the fill.
+    fill is meant to hide, where scores are as large as the fill. If all scores that a
+    row sees are -inf, it may be NaN and no more: the program weighs the hidden ones.
 
     Args:
         original: An array.
@@ -114,7 +116,8 @@ def in_range(
     """
     a, b = numbers(original), numbers(rewritten)
     near = max(NEAR, 4 * eps)
-    found = others.unseen[which].copy()
+    found = others.unseen[which] & np.isnan(b)
+    found |= np.isinf(a) & np.isfinite(b) & (abs(b) > HUGE) & (np.sign(a) == np.sign(b))
     for exact in (others.exact[which], *(x[which] for x in others.right)):
         size = np.max(
             abs(exact), axis=-1, keepdims=True, initial=0, where=~np.isnan(exact)

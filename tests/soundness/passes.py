@@ -80,8 +80,14 @@ def forward(run: Joined, programs: Sequence[Program]) -> Joined:
     return lambda given: [[out] for out in run(given)]
 
 
-def gradients(run: Joined, programs: Sequence[Program]) -> Joined:
-    """Gradients of programs by their operands, a list of each."""
+def gradients(run: Joined, programs: Sequence[Program], size: float = 1.0) -> Joined:
+    """Gradients of programs by their operands, a list of each.
+
+    Args:
+        run: The programs as one.
+        programs: The programs.
+        size: What all cotangents are multiplied by.
+    """
 
     def results(given: Sequence[Values]) -> list[Any]:
         def of(operands: Sequence[Values]) -> list[Any]:
@@ -95,7 +101,7 @@ def gradients(run: Joined, programs: Sequence[Program]) -> Joined:
             for p, values in zip(programs, given, strict=True)
         ]
         out, pull = jax.vjp(of, operands)
-        return pull([_cotangent(o) for o in out])[0]
+        return pull([_cotangent(o, size) for o in out])[0]
 
     return results
 
@@ -106,7 +112,7 @@ def _with(program: Program, values: Values, operands: Values) -> list[Any]:
     return [changed.get(i, value) for i, value in enumerate(values)]
 
 
-def _cotangent(out: Any) -> Any:
-    """Numbers between -1 and 1, no two of which are the same."""
+def _cotangent(out: Any, size: float) -> Any:
+    """Numbers between -1 and 1, no two of which are the same, times one number."""
     places = jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape)
-    return jnp.cos(places * 0.37).astype(out.dtype)
+    return (size * jnp.cos(places * 0.37)).astype(out.dtype)

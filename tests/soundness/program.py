@@ -13,8 +13,8 @@ from jax import lax
 ROUNDED = ".astype(jnp.bfloat16).astype(jnp.float32)"
 """How programs round an operand, other than by its dtype."""
 
-NARROW = ".astype(jnp.bfloat16)"
-"""How those of `NARROWED` round what they go on with."""
+NARROW = {"bfloat16": ".astype(jnp.bfloat16)", "float16": ".astype(jnp.float16)"}
+"""How those of `NARROWED` round what they go on with, the coarsest first."""
 
 NARROWED = ("loss", "quantized", "cache", "layer")
 """Kinds in which nothing is cast that only masks read."""
@@ -86,10 +86,11 @@ class Program:
     @property
     def eps(self) -> float:
         """The rounding of the narrowest float that operands go through."""
-        narrow = any(a.operand and a.dtype != "float32" for a in self.arguments)
-        cast = NARROW if self.kind in NARROWED else ROUNDED
-        rounded = any(cast in line for line in self.lines)
-        return float(jnp.finfo(jnp.bfloat16 if narrow or rounded else jnp.float32).eps)
+        if any(a.operand and a.dtype != "float32" for a in self.arguments):
+            return float(jnp.finfo(jnp.bfloat16).eps)
+        casts = NARROW if self.kind in NARROWED else {"bfloat16": ROUNDED}
+        rounded = (d for d, c in casts.items() if any(c in line for line in self.lines))
+        return float(jnp.finfo(next(rounded, "float32")).eps)
 
     @property
     def operands(self) -> tuple[int, ...]:

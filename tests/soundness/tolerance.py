@@ -52,7 +52,8 @@ class Variants:
         exact: With operands in float64; arithmetic on masks stays as it is.
         right: The same of programs that may be computed instead, see `allowed`, and
             those in the program's own precision: float64 may not round a number to 0.
-        unseen: Entries of rows of which every key that is kept has a score of -inf.
+        unseen: Entries of rows of which every key that is kept has a score of -inf, in
+            float64 or in the program's own precision.
         nudged: With operands that differ in their last bit, by several draws.
         perturbed: With those that differ in their last three bits.
         rounded: With every result off by its last bits, by several draws; none at
@@ -98,12 +99,6 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
         allowed.unrounded(program),
     )  # fmt: skip
     exact, *right = map(exactly, (program, *others))
-    bottomless = allowed.bottomless(program)
-    bare = exactly(bottomless)
-    unseen = [np.isnan(x) for x in bare]
-    if any(map(np.any, unseen)):
-        usual = _exact(of(bottomless), program, _usual(program, values))
-        unseen = [x & ~np.isnan(y) for x, y in zip(unseen, usual, strict=True)]
     compiled = passes.compiled(run)
     nudged, perturbed = (
         [
@@ -118,6 +113,14 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
             for x in (compiled if p == program else passes.compiled(of(p)))(values)
         ]
     )
+    bottomless = allowed.bottomless(program)
+    unseen = [
+        np.isnan(x) | np.isnan(y)
+        for x, y in zip(exactly(bottomless), as_is(bottomless), strict=True)
+    ]
+    if any(map(np.any, unseen)):
+        usual = _exact(of(bottomless), program, _usual(program, values))
+        unseen = [x & ~np.isnan(y) for x, y in zip(unseen, usual, strict=True)]
     beside, shifted, lowered = (
         as_is(made(program))
         for made in (allowed.hiding, allowed.shifted, allowed.lowered)

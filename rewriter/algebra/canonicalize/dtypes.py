@@ -32,6 +32,11 @@ def is_coarse(dtype: Any) -> bool:
     return kind_of(dtype) == "f" and np.dtype(dtype).itemsize < 2
 
 
+def is_stored(dtype: Any) -> bool:
+    """Whether a dtype is of integers, or of floats of fewer than 16 bits."""
+    return kind_of(dtype) == "i" or is_coarse(dtype)
+
+
 def is_lossless(old: Any, new: Any) -> bool:
     """Whether every value of a dtype exists in another."""
     try:

@@ -358,11 +358,25 @@ class Evaluator(Expansion, Layout, LoopForms, Constants):
                 return self.alg.of_atom(self.leaf(value, args))
             return p
         if kinds == ("f", "f") and not is_lossless(old, new):
-            of_input = self.g.node_of(source) is None and not self.expand_all
-            if of_input or is_coarse(new):
+            if is_coarse(new):
+                return self.alg.of_atom(self.leaf(value, args))
+            p = self.poly(source, args, mode)
+            if self._is_operand(p, value):
                 return self.alg.of_atom(self.leaf(value, args))
             self.notes.add(f"rounding to {np.dtype(new).name} moved")
+            return p
         return self.poly(source, args, mode)
+
+    def _is_operand(self, p: Poly, value: int) -> bool:
+        """Whether a form is a leaf of the region, of which a value is a rounded copy.
+
+        One that is made in a step of a loop does not count.
+        """
+        if self.expand_all or self.varies(value) or len(p) != 1:
+            return False
+        (((flag, mono), c),) = p.items()
+        leaf = flag == TRUE and c == 1 and len(mono) == 1 and mono[0][1] == 1
+        return leaf and self.alg.kind(mono[0][0]) == "leaf"
 
     # ------------------------------------------------------------- booleans
     def _flag(self, value: int, args: tuple[Index, ...], mode: str) -> int:

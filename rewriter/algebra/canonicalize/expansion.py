@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from rewriter.algebra.canonicalize.complex_numbers import has_complex_numbers
-from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of
+from rewriter.algebra.canonicalize.dtypes import (
+    is_lossless,
+    is_stored,
+    kind_of,
+)
 from rewriter.algebra.canonicalize.layout import is_slice
 from rewriter.algebra.canonicalize.primitives import (
     EXTREMES,
@@ -126,9 +132,27 @@ class Expansion:
         if node.prim in ("add", "sub"):
             return adds_zero(node, self.number)
         one, other = (self.number(i) for i in node.ins)
-        known = other if other is not None or node.prim == "div" else one
+        side = 0 if other is not None or node.prim == "div" else 1
+        known = (other, one)[side]
+        if not self.expand_all and self._rounds_stored(node, side):
+            return False
         # A factor far from one may take the product out of the dtype's range.
         return known is not None and MODERATE[0] <= abs(known) <= MODERATE[1]
+
+    def _rounds_stored(self, node: Node, side: int) -> bool:
+        """Whether a product in 16 bits is of stored numbers of few bits.
+
+        Its rounding says which numbers the matrix has.
+        """
+        if np.dtype(self.g.dtype(node.outs[0])).itemsize > 2:
+            return False
+        value = node.ins[side]
+        while not is_stored(self.g.dtype(value)):
+            below = self.g.node_of(value)
+            if below is None or below.prim not in MOVING | {"convert_element_type"}:
+                return False
+            value = below.ins[0]
+        return True
 
 
 SCALING = frozenset({"convert_element_type", "mul", "div", "neg", "add", "sub"})
