@@ -18,6 +18,7 @@ from typing import Any
 
 from rewriter import _jax
 from rewriter.algebra.canonicalize import LOCAL
+from rewriter.program.contents import contents_of
 
 BATCHED = "batched dot_general"
 """In steps: a contraction whose operands have more axes in common."""
@@ -72,12 +73,13 @@ def possible(jaxpr: Any, patterns: Sequence[Any], names: Set[str]) -> list[Any]:
 
 def primitives(jaxpr: Any) -> set[str]:
     """The names of a program's primitives, at any depth."""
-    found: set[Any] = set()
-    batched = False
+    found: set[str] = set()
     for body in _each_body(jaxpr):
-        found |= {eqn.primitive for eqn in body.eqns}
-        batched = batched or any(map(_is_batched, body.eqns))
-    return {p.name for p in found} | ({BATCHED} if batched else set())
+        held = contents_of(body)
+        found |= held.names
+        if BATCHED not in found and any(map(_is_batched, held.named({"dot_general"}))):
+            found.add(BATCHED)
+    return found
 
 
 def _is_batched(eqn: Any) -> bool:
@@ -111,12 +113,8 @@ def _each_body(jaxpr: Any) -> Iterator[Any]:
             continue
         seen.add(id(body.eqns))
         yield body
-        prims = {eqn.primitive for eqn in body.eqns}
-        outer = {p for p in prims if p.name in _jax.BODIES}
-        if outer:
-            for eqn in body.eqns:
-                if eqn.primitive in outer:
-                    bodies += _bodies(eqn)
+        for eqn in contents_of(body).named(_jax.BODIES):
+            bodies += _bodies(eqn)
 
 
 @dataclass(frozen=True)

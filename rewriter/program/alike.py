@@ -14,12 +14,16 @@ from collections.abc import Container
 from typing import Any
 
 from rewriter import _jax
+from rewriter.program.contents import contents_of
 from rewriter.program.repeats import same_params
 
 KEEPING = frozenset(
     {"broadcast_in_dim", "copy", "convert_element_type", "reshape", "squeeze", "slice"}
 )
 """What gives one number everywhere, if its operand is one number everywhere."""
+
+CHANGED = frozenset({"slice", "custom_jvp_call"})
+"""The primitives of equations that may be written in another way."""
 
 
 def written_alike(jaxpr: Any) -> Any:
@@ -31,19 +35,23 @@ def written_alike(jaxpr: Any) -> Any:
     Args:
         jaxpr: The program.
     """
-    eqns: list[Any] = []
+    held, changed = contents_of(jaxpr), dict[int, Any]()  # by an equation's identity
+    if held.names.isdisjoint(CHANGED):
+        return jaxpr
     even: set[Any] = set()  # arrays of one number
     calls: dict[Any, list[Any]] = {}  # by rule
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+    for eqn in held.named(KEEPING | CHANGED):
+        name, new = eqn.primitive.name, eqn
         if name in KEEPING and _is_even(eqn.invars[0], even):
             even.add(eqn.outvars[0])
-            eqn = _first_part(eqn) if name == "slice" else eqn
+            new = _first_part(eqn) if name == "slice" else eqn
         elif name == "custom_jvp_call" and (rule := _jax.rule_function(eqn)):
-            eqn = _first(calls.setdefault(rule, []), eqn)
-        eqns.append(eqn)
-    if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
+            new = _first(calls.setdefault(rule, []), eqn)
+        if new is not eqn:
+            changed[id(eqn)] = new
+    if not changed:
         return jaxpr
+    eqns = [changed.get(id(eqn), eqn) for eqn in jaxpr.eqns]
     return _jax.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
 
 

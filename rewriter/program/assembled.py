@@ -34,6 +34,10 @@ class Assembly:
 SUMS = ("add_any", "add")
 SAME_SIZE = ("reshape", "broadcast_in_dim", "squeeze")
 """What moves no numbers, as long as there are as many."""
+ASSEMBLING = frozenset({
+    *SUMS, *SAME_SIZE, "pad", "concatenate", "stack", "transpose",
+})  # fmt: skip
+"""The primitives that an array may be put together by."""
 
 
 def assembly_of(

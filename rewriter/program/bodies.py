@@ -8,6 +8,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from rewriter import _jax
+from rewriter.program.contents import contents_of
 
 Change = Callable[[Any], Any]
 """Maps a body, closed or not, to another one, or to itself if nothing changes."""
@@ -47,15 +48,12 @@ def map_equations(
         chosen: Says whether such an equation may change.
         change: Changes an equation, given the equation that makes each variable.
     """
-    eqns = list(body.eqns)
-    some = [k for k, e in enumerate(eqns) if e.primitive in primitives and chosen(e)]
-    if not some:
+    held, old = contents_of(body), body.eqns
+    some = [k for k in held.positions(primitives) if chosen(old[k])]
+    new = {k: change(old[k], held.makers) for k in some}
+    if all(eqn is old[k] for k, eqn in new.items()):
         return body
-    makers = {v: e for e in eqns for v in e.outvars}
-    for k in some:
-        eqns[k] = change(eqns[k], makers)
-    if all(eqns[k] is body.eqns[k] for k in some):
-        return body
+    eqns = [new.get(k, eqn) for k, eqn in enumerate(old)]
     return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
 
 
@@ -68,24 +66,19 @@ class _Bodies:
         known = self.known.get(id(body))
         if known is None:
             first = self.first(body)
-            held = {eqn.primitive for eqn in first.eqns}
-            inner = self._with_bodies(first, held)
-            if not self.wanted or any(p.name in self.wanted for p in held):
+            inner = self._with_bodies(first)
+            if not self.wanted or not self.wanted.isdisjoint(contents_of(first).names):
                 inner = self.change(inner)
             known = self.known[id(body)] = body, inner
         return known[1]
 
-    def _with_bodies(self, body: Any, held: Set[Any]) -> Any:
-        outer = {p for p in held if p.name in _jax.BODIES}
-        if not outer:
+    def _with_bodies(self, body: Any) -> Any:
+        held, old = contents_of(body), body.eqns
+        outer = {p for p in held.primitives if p.name in _jax.BODIES}
+        new = {k: self._with_its_bodies(old[k]) for k in held.positions(outer)}
+        if all(eqn is old[k] for k, eqn in new.items()):
             return body
-        eqns, changed = list(body.eqns), False
-        for k, eqn in enumerate(eqns):
-            if eqn.primitive in outer:
-                eqns[k] = self._with_its_bodies(eqn)
-                changed = changed or eqns[k] is not eqn
-        if not changed:
-            return body
+        eqns = [new.get(k, eqn) for k, eqn in enumerate(old)]
         return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
 
     def _with_its_bodies(self, eqn: Any) -> Any:

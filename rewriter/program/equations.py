@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,14 +26,19 @@ class Equations:
         self.eqns: list[Any] = list(jaxpr.eqns)
         self.outs: list[Any] = list(getattr(jaxpr, "jaxpr", jaxpr).outvars)
         self._made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self._read: dict[Any, list[int]] = {}
         self._replaced: dict[int, tuple[Any, Any]] = {}
-        readers, variable = self._read, _jax.Var
+
+    @functools.cached_property
+    def _read(self) -> dict[Any, list[int]]:
+        """By value, the positions where it is read; some passes never ask."""
+        readers: dict[Any, list[int]] = defaultdict(list)
+        variable = _jax.Var
         atoms_read = (eqn.invars for eqn in self.eqns)
         for i, atoms in enumerate((*atoms_read, self.outs)):  # in order
             for atom in atoms:
                 if atom.__class__ is variable:
-                    readers.setdefault(atom, []).append(i)
+                    readers[atom].append(i)
+        return readers
 
     @property
     def end(self) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 from rewriter import _jax
 from rewriter.ops.elementwise_program import ElementwiseProgram
 from rewriter.ops.row_program import FULL
+from rewriter.program.contents import contents_of
 from rewriter.program.equations import Equations
 from rewriter.program.loops import inserted
 from rewriter.rewrite.short_erfc import short_erfc
@@ -107,11 +108,12 @@ def multiplies_16_bits(body: Any) -> bool:
 
     Most programs of float32 have none: nothing else needs to be looked at.
     """
+    held = contents_of(body)
+    reading = {p for p in held.primitives if _reads_in_memory(p.name)}
     return any(
         getattr(getattr(v.aval, "dtype", None), "itemsize", 0) == 2
-        for eqn in body.eqns
-        if _reads_in_memory(eqn.primitive.name)
-        for v in eqn.invars
+        for k in held.positions(reading)
+        for v in body.eqns[k].invars
     )
 
 

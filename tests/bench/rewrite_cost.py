@@ -357,6 +357,14 @@ def decoders(layers: int, start: int) -> list[dict[str, object]]:
             repeats,
             HOPPER,
         ),
+        cost(
+            f"gradient of the hand-written decoder, {size}, for an H100",
+            jax.value_and_grad(loss),
+            by_hand,
+            start + 450,
+            repeats,
+            HOPPER,
+        ),
         cost(f"no sites, {size}", plain, by_hand, start),
         *(
             lowered(f"{what}, {size}", fn, args_of, start + 300)

@@ -26,6 +26,7 @@ from rewriter.ops.device import Device
 from rewriter.ops.elementwise_program import ElementwiseProgram
 from rewriter.ops.registry import elementwise_kernel
 from rewriter.program.bodies import map_bodies
+from rewriter.program.contents import contents_of
 from rewriter.program.equations import Equations
 from rewriter.rewrite.activation_regions import (
     FUNCTIONS,
@@ -62,7 +63,7 @@ class Fused(Change):
 
 def _changed(body: Any, device: Device) -> Changed:
     """Computes activations and their gradients between products in one pass each."""
-    names = {eqn.primitive.name for eqn in body.eqns}
+    names = contents_of(body).names
     if "dot_general" not in names or not names & (WANTED | INNER.keys()):
         return body, ()
     if not multiplies_16_bits(body):

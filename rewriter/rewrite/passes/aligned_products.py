@@ -28,6 +28,7 @@ from rewriter.ops import unaligned
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import LAUNCH_S, PRODUCTS, seconds
 from rewriter.ops.unaligned import EVEN
+from rewriter.program.contents import contents_of
 from rewriter.program.equations import Equations
 from rewriter.program.loops import inserted
 from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
@@ -84,7 +85,8 @@ class Aligned(Change):
 def _changed(body: Any, device: Device) -> Changed:
     """Pads matrix products for whose sizes a GPU has no fast kernel."""
     known = device.flops and device.bandwidth
-    if not known or not any(map(_is_of_matrices, body.eqns)):
+    products = contents_of(body).named({"dot_general"})
+    if not known or not any(map(_is_of_matrices, products)):
         return body, ()
     return _Body(body, device).changed()
 

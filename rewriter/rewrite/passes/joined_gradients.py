@@ -14,7 +14,7 @@ The array must consist of these gradients alone, and each must be read for nothi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax import lax
@@ -22,11 +22,14 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.ops.kernel import Heads
-from rewriter.program.assembled import SUMS, Assembly, assembly_of
+from rewriter.program.assembled import ASSEMBLING, SUMS, Assembly, assembly_of
 from rewriter.program.bodies import map_bodies
+from rewriter.program.contents import Contents, contents_of
 from rewriter.rewrite.passes.packed_operands import heads_of
 from rewriter.site import packed, site
 from rewriter.site.result_types import joined_avals
+
+GRADIENTS = frozenset({site.backward_p, packed.backward_p})
 
 ENDS = frozenset({*SUMS, "concatenate", "stack"})
 """Primitives whose result may be put together from gradients."""
@@ -43,10 +46,12 @@ def join_gradients(program: ClosedJaxpr) -> ClosedJaxpr:
 
 def _joined_in(body: Any) -> Any:
     """A body with the gradients of each of its sites joined that are put together."""
-    ends = {v: e for e in body.eqns if _may_join(e) for v in e.outvars}
-    if not ends:
+    held = contents_of(body)
+    sites = (body.eqns[k] for k in held.positions(GRADIENTS))
+    ends = {v: e for e in sites if _may_join(e) for v in e.outvars}
+    wholes = _made_of(held, ends.keys()) if ends else []
+    if not wholes:
         return body
-    makers = {v: e for e in body.eqns for v in e.outvars}
     reads = Counter[Any](
         v for e in body.eqns for v in e.invars if not _jax.is_literal(v)
     )
@@ -54,10 +59,10 @@ def _joined_in(body: Any) -> Any:
     reads.update(v for v in outvars if not _jax.is_literal(v))
     changed: dict[int, Any] = {}
     gone: set[int] = set()
-    for eqn in reversed(body.eqns):
-        if eqn.primitive.name not in ENDS or id(eqn) in gone:
+    for eqn in reversed(wholes):
+        if id(eqn) in gone:
             continue
-        found = assembly_of(eqn.outvars[0], makers, reads, ends.keys())
+        found = assembly_of(eqn.outvars[0], held.makers, reads, ends.keys())
         of = {id(ends[v]): ends[v] for v in found.parts} if found else {}
         if found is None or len(of) != 1:
             continue
@@ -72,10 +77,20 @@ def _joined_in(body: Any) -> Any:
     return _jax.with_equations(body, eqns, outvars)
 
 
+def _made_of(held: Contents, values: Iterable[Any]) -> list[Any]:
+    """The equations, in order, that may end an array made of some values alone."""
+    made, wholes = set(values), []
+    for eqn in held.named(ASSEMBLING):
+        operands = eqn.invars[:1] if eqn.primitive.name == "pad" else eqn.invars
+        if all(not _jax.is_literal(a) and a in made for a in operands):
+            made.update(eqn.outvars)
+            if eqn.primitive.name in ENDS:
+                wholes.append(eqn)
+    return wholes
+
+
 def _may_join(eqn: Any) -> bool:
     """Whether an equation gives gradients that some kernel writes into one array."""
-    if eqn.primitive not in (site.backward_p, packed.backward_p):
-        return False
     alone = not (eqn.params.get("batch") or eqn.params.get("joined"))
     return alone and bool(_names(eqn))
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self
 from rewriter import _jax
 from rewriter.ops.device import Device
 from rewriter.ops.registry import row_kernel
+from rewriter.program.contents import contents_of
 from rewriter.program.equations import Equations
 from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
 from rewriter.rewrite.ordering import in_order
@@ -46,7 +47,7 @@ def _changed(body: Any, device: Device) -> Changed:
     """Computes norms and the rows in 8 bits made of them in one pass over memory."""
     found: list[Change] = []
     done: set[Any] = set()
-    if not seeds(body.eqns):
+    if not seeds(contents_of(body).named({"convert_element_type"})):
         return body, found
     while True:
         step = _one(body, device, done)

@@ -31,6 +31,7 @@ import jax
 
 from rewriter import _jax
 from rewriter.ops.device import Device
+from rewriter.program.contents import Contents, contents_of
 from rewriter.program.equations import Equations
 from rewriter.program.loops import inserted
 from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
@@ -80,8 +81,14 @@ class Recomputed(Change):
 
 def _is_expensive(eqn: Any) -> bool:
     """Whether an equation is a function that XLA computes once, of a large array."""
+    if not _may_be_expensive(eqn.primitive):
+        return False
     large = is_sized(eqn.outvars) and max(map(size, eqn.outvars), default=0) >= LEAST
     return large and bool(_function_of(eqn))
+
+
+def _may_be_expensive(primitive: Any) -> bool:
+    return primitive.name in EXPENSIVE or primitive.name in _jax.BODIES
 
 
 def _function_of(eqn: Any) -> str:
@@ -118,11 +125,15 @@ class _Late:
     @classmethod
     def of(cls, body: Any) -> _Late | None:
         """What a body reads late; None if none of it is computed expensively."""
+        held = contents_of(body)
+        costly = _costly(held)
+        if not costly:
+            return None
         depth: dict[Any, int] = {}
         readers: dict[Any, list[int]] = {}
         saved = {a for a in _outs(body) if not _jax.is_literal(a)}
         get = depth.get
-        cheap = {p for p in {e.primitive for e in body.eqns} if p.name in CHEAP}
+        cheap = {p for p in held.primitives if p.name in CHEAP}
         for k, eqn in enumerate(body.eqns):
             inputs = _vars(eqn)
             fused = eqn.primitive in cheap or is_elementwise(eqn)
@@ -140,16 +151,35 @@ class _Late:
                     readers.setdefault(value, []).append(k)
                 else:
                     saved.add(value)
-        makers = _fused_above(body, readers)
-        if not any(map(_is_expensive, makers.values())):
+        if costly.isdisjoint(readers):
             return None
+        makers = _fused_above(held.makers, readers)
         around = Equations(body)
         return cls(around, readers, saved, _early(around, readers), depth, makers)
 
 
-def _fused_above(body: Any, late: Iterable[Any]) -> dict[Any, Any]:
+def _costly(held: Contents) -> set[Any]:
+    """The values that elementwise functions, an expensive one among them, make."""
+    may = set(filter(_may_be_expensive, held.primitives))
+    places = held.positions(may)
+    first = next((k for k in places if _is_expensive(held.eqns[k])), None)
+    found: set[Any] = set()
+    for eqn in held.eqns[first:] if first is not None else ():
+        above = not found.isdisjoint(_vars(eqn))
+        if (above or eqn.primitive in may) and _makes_costly(eqn, above):
+            found.update(eqn.outvars)
+    return found
+
+
+def _makes_costly(eqn: Any, above: bool) -> bool:
+    """Whether an equation is elementwise, and expensive if what it reads is not."""
+    if not above and not _is_expensive(eqn):
+        return False
+    return is_elementwise(eqn) and is_sized(eqn.outvars)
+
+
+def _fused_above(made: Mapping[Any, Any], late: Iterable[Any]) -> dict[Any, Any]:
     """By value that is fused with one that is read late, the equation that makes it."""
-    made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
     found: dict[Any, Any] = {}
     todo, seen = list(late), set(late)
     while todo:
@@ -343,12 +373,12 @@ def _changed(body: Any, _: Device) -> Changed:
         return body, ()
     before: dict[int, list[Any]] = {}
     instead: dict[int, dict[Any, Any]] = {}
-    cuts = _Cuts(late)
+    cuts, barriers = _Cuts(late), dict[Any, Any]()
     for region in _regions(late):
         again = _again(late, region, cuts.of(region))
         if again is None:
             continue
-        made, results = _repeated(again)
+        made, results = _repeated(again, barriers)
         known = 1 + max(map(late.around.made_at, again.given))
         places = [(k, v) for v, ks in again.readers.items() for k in ks if k >= known]
         if not places:
@@ -370,14 +400,22 @@ def _changed(body: Any, _: Device) -> Changed:
     return _jax.with_equations(body, eqns, late.around.outs), found
 
 
-def _repeated(again: _Again) -> tuple[list[Any], dict[Any, Any]]:
-    """New equations that repeat others behind a barrier, and the values they make."""
-    fragment = _jax.trace_placed(
-        lambda *given: jax.lax.optimization_barrier(given),
-        [a.aval for a in again.given],
-    )
+def _repeated(
+    again: _Again, barriers: dict[Any, Any]
+) -> tuple[list[Any], dict[Any, Any]]:
+    """New equations that repeat others behind a barrier, and the values they make.
+
+    Args:
+        again: What to repeat.
+        barriers: Traced barriers by the types of their operands; it grows.
+    """
+    avals = tuple(a.aval for a in again.given)
+    if avals not in barriers:
+        barriers[avals] = _jax.trace_placed(
+            lambda *given: jax.lax.optimization_barrier(given), avals
+        )
     source = again.eqns[0].source_info
-    eqns, behind = inserted(fragment, again.given, source)
+    eqns, behind = inserted(barriers[avals], again.given, source)
     values = dict(zip(again.given, behind, strict=True))
     for eqn in again.eqns:
         ins = [a if _jax.is_literal(a) else values[a] for a in eqn.invars]
