@@ -61,8 +61,9 @@ def packed() -> Row:
         return jnp.einsum(PV, jax.nn.softmax(x, -1).astype(v.dtype), v)
 
     row = attending("packed causal 2x8k", 2, 8192, 8192, 16, 16, 128, forced=())
-    given = (*row.shapes, ((2, 8192), jnp.int32))
-    return replace(row, fn=run, shapes=given, passes=("forward",), most=BOUNDARY)
+    shapes = (*row.shapes, ((2, 8192), jnp.int32))
+    given = {"shapes": shapes, "passes": ("forward",), "most": BOUNDARY}
+    return replace(row, fn=run, scores=0.0, **given)  # XLA's 8.6 GB fit
 
 
 def paged(name: str, b: int, s: int, n: int, k: int) -> Row:
