@@ -152,14 +152,20 @@ takes 44 microseconds for 160 and for 192 positions, 64 sequences of 12 heads of
 
 STEPS = {
     "begin": 2.2e-6, "forward": 0.58e-6, "begin backward": 7e-6, "backward": 1.6e-6,
-    "wider": 0.33,
+    "wider": 0.33, "wider backward": 0.8,
 }  # fmt: skip
 """Seconds of `STEP` keys of a tile, of as many queries in the gradients, and of what
 comes before, in heads of up to 128; wider ones take twice as long for their width. 11.6
 µs for 1024 positions of 4 heads of 64, and 42.6
 with gradients; 5.2 and 18.8 for 256 of 12
 (``tests/bench/results/choices_few_scores_h200.json``). Keys of heads of 128 take 1.33
-times as long as those of 64 (``few_tiles_h200.json`` there)."""
+times as long as those of 64, and queries in the gradients 1.8 times
+(``few_tiles_h200.json`` there). Heads of 80 take as long as those of 128: 944 positions
+17 and 66 µs (``held_out_seed8_h200.json``)."""
+
+FEW_TILES_SHARE = 0.95
+"""The share of XLA's time that is enough for gradients of few tiles: 66 of 81 µs for
+185 queries and 2293 keys, estimated at 67 of 74 (``few_tiles_h200.json`` there)."""
 
 WIDE = 0.85
 """The share of its rate that cuDNN reaches in gradients of heads wider than 128; our
@@ -172,21 +178,38 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     return {"xla": of_xla(spec, device, passes), "cudnn": own}
 
 
+def margin(spec: Spec, device: Device, passes: str) -> float | None:
+    """Returns the share of XLA's time that is enough; None for the usual one.
+
+    Where few tiles are all there is, gradients are estimated within a tenth.
+    """
+    if passes == "forward" or not modelled(spec).ok:
+        return None
+    few = _in_turn(spec, True) >= _at_full_rate(spec, device, True)
+    return FEW_TILES_SHARE if few else None
+
+
 def _seconds(spec: Spec, device: Device, passes: str) -> float:
     """Returns seconds of cuDNN, copies that make lengths even included."""
     if not modelled(spec).ok:
         return math.inf
-    both, h = passes != "forward", spec.shape("q")[3]
-    (_, t, _, _), s = spec.shape("q"), spec.shape("k")[1]
+    both = passes != "forward"
+    made = max(_at_full_rate(spec, device, both), least(spec, device, passes))
+    made = max(made, _in_turn(spec, both))
+    return made + copies(device, made_even(spec, both))
+
+
+def _at_full_rate(spec: Spec, device: Device, both: bool) -> float:
+    """Returns the seconds of whole tiles that keep all processors busy."""
+    passes = "forward_and_vjp" if both else "forward"
+    (_, t, _, h), s = spec.shape("q"), spec.shape("k")[1]
     flops = widened(spec, passes, STEP) * whole(t, TILE) * whole(s, TILE)
     reached = share(passes, -(-h // STEP) * STEP)
     reached *= WIDE if both and h > FULL_WIDTH else 1.0
     launches = 8 if both else 3
     if _is_of_few_tiles(spec):
         launches = 4 if both else 1
-    made = seconds(device, flops, 0.0, compute=reached, launches=launches)
-    made = max(made, least(spec, device, passes), _in_turn(spec, both))
-    return made + copies(device, made_even(spec, both))
+    return seconds(device, flops, 0.0, compute=reached, launches=launches)
 
 
 def _in_turn(spec: Spec, both: bool) -> float:
@@ -195,11 +218,12 @@ def _in_turn(spec: Spec, both: bool) -> float:
     left, _ = spec.param("window", (None, None))
     seen = s if left is None else min(s, left + TILE)
     wide = 1.0 if h <= FULL_WIDTH else 2 * h / FULL_WIDTH
-    of_keys = wide * (1 + STEPS["wider"] * max(0, min(h, FULL_WIDTH) - STEP) / STEP)
+    of_keys = wide * (1 + STEPS["wider"] * (h > STEP))
     copied = LAUNCH_S * 2 * (t % 2 + s % 2)
     forward = STEPS["begin"] + STEPS["forward"] * of_keys * -(-seen // STEP)
     if not both:
         return forward + copied
+    wide *= 1 + STEPS["wider backward"] * (STEP < h <= FULL_WIDTH)
     steps = wide * -(-min(t, seen) // STEP)
     return forward + copied + STEPS["begin backward"] + STEPS["backward"] * steps
 
@@ -436,7 +460,13 @@ KERNEL = Kernel(
     forward=forward,
     backward=backward,
     limits=Limits(supports, deterministic=deterministic, supports_on=supports_on),
-    speed=Speed(profitable, estimate=estimate, modelled=modelled, temporary=temporary),
+    speed=Speed(
+        profitable,
+        estimate=estimate,
+        margin=margin,
+        modelled=modelled,
+        temporary=temporary,
+    ),
     traits=Traits(
         memory_bounded=True, saves_out=False, exportable=False, needs_devices=True
     ),

@@ -187,8 +187,8 @@ class Visibility:
             low = clip(self.first(first), 0, self.s)
             whole_low = clip(self.first(last), 0, self.s)
             if self.early is not None:
-                low = _pick(first_row < self.early, 0, low)
-                whole_low = _pick(first_row + rows <= self.early, 0, whole_low)
+                low = pick(first_row < self.early, 0, low)
+                whole_low = pick(first_row + rows <= self.early, 0, whole_low)
         if self.right is not None:
             high = least(clip(self.last(last) + 1, 0, self.s), limit)
             whole_high = least(clip(self.last(first) + 1, 0, self.s), limit)
@@ -201,8 +201,8 @@ class Visibility:
         part = clip(_div(whole_high, keys), whole, end)
         if averages or every is not None:
             some = self._is_any_empty(first, last, limit) if averages else every
-            start, whole = _pick(some, 0, start), _pick(some, 0, whole)
-            part, end = _pick(some, 0, part), _pick(some, count, end)
+            start, whole = pick(some, 0, start), pick(some, 0, whole)
+            part, end = pick(some, 0, part), pick(some, count, end)
         return Range(start, whole, part, end, limit)
 
     def _is_any_empty(self, first: Any, last: Any, limit: Any) -> Any:
@@ -303,7 +303,8 @@ def clip(x: Any, low: Any, high: Any) -> Any:
     return most(least(x, high), low)
 
 
-def _pick(condition: Any, x: Any, y: Any) -> Any:
+def pick(condition: Any, x: Any, y: Any) -> Any:
+    """Returns x if a condition holds, and y if not."""
     if isinstance(condition, bool):
         return x if condition else y
     return jnp.where(condition, x, y)

@@ -66,8 +66,7 @@ class Teams:
     """The config of both passes.
 
     Attributes:
-        rows: The most rows of a step. A step takes the largest power of two up to it
-            that divides all rows.
+        rows: The most rows of a step; see `rows_of`.
         warpgroups: Warpgroups of a team, which share the columns of a row.
         teams: Teams of a block of threads. Each takes steps of its own.
         stages: Steps of a team that shared memory holds.
@@ -153,17 +152,27 @@ def of_spec(spec: Spec) -> Norm:
     return Norm(is_centred(spec), 0.0, math.prod(rows), d, dtype, out, given)
 
 
-def rows_of(m: int, config: Teams) -> int:
-    """Returns the rows of a step.
+def rows_of(m: int, config: Teams, backward: bool = False) -> int:
+    """Returns the rows of a step: the largest power of two up to `Teams.rows`.
+
+    The last step begins earlier where rows are no multiple of it, and computes some
+    rows again. In gradients it divides all rows: their sums count each row once.
 
     Example:
-        >>> [rows_of(m, Teams(rows=4)) for m in (8, 6, 7)]
-        [4, 2, 1]
+        >>> [rows_of(m, Teams(rows=4)) for m in (8, 6, 7, 3)]
+        [4, 4, 4, 2]
+        >>> [rows_of(m, Teams(rows=4), backward=True) for m in (8, 6, 7, 3)]
+        [4, 2, 1, 1]
     """
     rows = 1
-    while 2 * rows <= config.rows and m % (2 * rows) == 0:
+    while 2 * rows <= min(config.rows, m) and not (backward and m % (2 * rows)):
         rows *= 2
     return rows
+
+
+def steps_of(m: int, config: Teams, backward: bool = False) -> int:
+    """Returns the number of steps of all rows."""
+    return -(-m // rows_of(m, config, backward))
 
 
 def programs_of(steps: int, config: Teams) -> int:
@@ -248,7 +257,7 @@ def is_spread(norm: Norm, warpgroups: int) -> bool:
 
 def shared_memory(norm: Norm, config: Teams, backward: bool) -> int:
     """Returns the bytes of shared memory that a block of threads takes."""
-    rows = rows_of(norm.m, config)
+    rows = rows_of(norm.m, config, backward)
     items = _item(norm.dtype) * (1 + norm.addend)
     items += _item(norm.out) if backward else 0
     ring = config.teams * config.stages * rows * norm.d * items
@@ -262,7 +271,7 @@ def shared_memory(norm: Norm, config: Teams, backward: bool) -> int:
 
 def sums_of(norm: Norm, config: Teams, backward: bool) -> int:
     """Returns the bytes in which warps of a team exchange sums."""
-    values = rows_of(norm.m, config) * (2 if backward else 1)
+    values = rows_of(norm.m, config, backward) * (2 if backward else 1)
     return 4 * 2 * values * 4 * config.warpgroups * config.teams
 
 
@@ -291,7 +300,7 @@ def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
         return all_of(*found)
     if (count := config.teams * config.stages) > BARRIERS:
         found.append(no("stages", f"{count} of all teams, of at most {BARRIERS}"))
-    if (values := rows_of(norm.m, config) * (1 + backward)) > SUMS:
+    if (values := rows_of(norm.m, config, backward) * (1 + backward)) > SUMS:
         found.append(no("rows", f"{values} sums at once, of at most {SUMS}"))
     if backward:
         each = chunks_of(norm, config) * vector_of(norm, config)

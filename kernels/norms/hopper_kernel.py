@@ -21,6 +21,7 @@ from rewriter.kernels.norms.hopper_config import (
     Teams,
     programs_of,
     rows_of,
+    steps_of,
 )
 from rewriter.kernels.norms.hopper_team import Team
 from rewriter.kernels.shared import pallas_gpu
@@ -75,7 +76,7 @@ def cotangents(
         config: The teams.
         addend: [m, d], added to x's cotangent, if ``norm.addend``.
     """
-    blocks = programs_of(norm.m // rows_of(norm.m, config), config)
+    blocks = programs_of(steps_of(norm.m, config, True), config)
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     out += [jax.ShapeDtypeStruct((blocks, norm.d), jnp.float32) for _ in norm.summed]
     if "epsilon" in given:
@@ -118,10 +119,10 @@ def _call(
         out: Shapes and dtypes of the results.
         body: What a warpgroup does.
     """
-    rows = rows_of(norm.m, config)
+    backward = "cotangent" in arrays
+    rows = rows_of(norm.m, config, backward)
     slots = config.teams * config.stages
     rings = [plgpu.SMEM((slots, rows, norm.d), x.dtype) for x in arrays.values()]
-    backward = "cotangent" in arrays
     added = [plgpu.SMEM((norm.d,), jnp.float32) for _ in norm.summed]
     scratch: dict[str, Any] = {
         # Sums over rows are added up once all rows were read.
@@ -148,7 +149,7 @@ def _call(
         )  # fmt: skip
         body(Team(norm, config, named, shared, references[len(operands) :], *place))
 
-    programs = programs_of(norm.m // rows, config)
+    programs = programs_of(steps_of(norm.m, config, backward), config)
     together = config.teams * config.warpgroups
     return pallas_gpu.kernel(run, name, out, scratch, programs, together)(
         *operands.values()

@@ -12,7 +12,7 @@ from rewriter.kernels.norms.hopper_config import (
     LANES,
     TILE_ROWS,
     Norm,
-    rows_of,
+    steps_of,
     usual,
 )
 from rewriter.support.verdict import YES, Verdict, no
@@ -105,8 +105,8 @@ def busy(norm: Norm, processors: int) -> float:
         0.82
     """
     config = usual(norm, False, processors)
-    rows = TILE_ROWS if config.tiled else rows_of(norm.m, config)
-    steps, teams = -(-norm.m // rows), config.programs * config.teams
+    steps = -(-norm.m // TILE_ROWS) if config.tiled else steps_of(norm.m, config)
+    teams = config.programs * config.teams
     return steps / (-(-steps // teams) * teams)
 
 

@@ -33,6 +33,7 @@ from rewriter.kernels.norms.hopper_config import (
     Teams,
     chunks_of,
     rows_of,
+    steps_of,
     vector_of,
 )
 from rewriter.kernels.shared import pallas_gpu, pallas_gpu_rows
@@ -84,7 +85,12 @@ class Team:
     @property
     def rows(self) -> int:
         """The number of rows of a step."""
-        return rows_of(self.norm.m, self.config)
+        return rows_of(self.norm.m, self.config, self.backward)
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are computed."""
+        return "cotangent" in self.refs
 
     @property
     def width(self) -> int:
@@ -128,7 +134,7 @@ class Team:
     @property
     def steps(self) -> Any:
         """The number of this team's steps."""
-        every = self.norm.m // self.rows
+        every = steps_of(self.norm.m, self.config, self.backward)
         stride = self.programs * self.config.teams
         return lax.div(every - self.number + stride - 1, stride)
 
@@ -138,8 +144,12 @@ class Team:
         return self.team * stages + lax.rem(turn, jnp.int32(stages))
 
     def row(self, turn: Any) -> Any:
-        """The first row of a step."""
-        return (turn * self.programs * self.config.teams + self.number) * self.rows
+        """The first row of a step; the last step ends with the last row."""
+        step = turn * self.programs * self.config.teams + self.number
+        first = step * self.rows
+        if self.norm.m % self.rows == 0:
+            return first
+        return jnp.minimum(first, self.norm.m - self.rows)
 
     def fetch(self, turn: Any, wanted: Any) -> None:
         """Fills a step's slot in the ring, by one warpgroup of a team."""
@@ -196,7 +206,7 @@ class Team:
     @property
     def adds_to_x(self) -> bool:
         """Whether the addend is added to x, and not to x's cotangent."""
-        return self.norm.addend and "cotangent" not in self.refs
+        return self.norm.addend and not self.backward
 
     def up(self, slot: Any, row: int, chunk: int) -> Array:
         """A part of a row of the result's cotangent."""

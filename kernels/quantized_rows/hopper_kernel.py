@@ -19,7 +19,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.norms.hopper_config import Teams, programs_of, rows_of
+from rewriter.kernels.norms.hopper_config import (
+    Teams,
+    programs_of,
+    rows_of,
+    steps_of,
+)
 from rewriter.kernels.norms.hopper_team import Team
 from rewriter.kernels.quantized_rows.config import Rows, fits, likely
 from rewriter.kernels.shared import pallas_gpu, pallas_gpu_rows
@@ -97,7 +102,7 @@ def _call(
         outs = references[len(operands) :]
         _Team(rows, config, named, shared, outs, *place).run()
 
-    programs = programs_of(rows.m // each, config)
+    programs = programs_of(steps_of(rows.m, config), config)
     together = config.teams * config.warpgroups
     run = pallas_gpu.kernel(body, "quantized_rows", out, scratch, programs, together)
     return run(*operands.values())

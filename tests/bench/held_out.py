@@ -10,7 +10,7 @@ of odd widths, ragged dots with uneven groups. What is measured is that of
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -91,8 +91,15 @@ def _drawn_ragged(draws: Any) -> Row:
 
 
 def measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
+    """Measures the drawn rows of these names."""
+    measure(drawn_rows(given.seed, given.rows), given, names)
+
+
+def measure(
+    every: Iterable[Row], given: argparse.Namespace, names: Sequence[str]
+) -> None:
     """Compiles the rows of these names, and measures each when the device is free."""
-    rows = {row.name: row for row in drawn_rows(given.seed, given.rows)}
+    rows = {row.name: row for row in every}
     done: list[dict[str, Any]] = []
     with ThreadPoolExecutor(2) as pool:
         ready = []

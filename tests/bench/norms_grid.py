@@ -1,6 +1,7 @@
 """Norms of rows by our kernel for Hopper GPUs and by XLA, over columns and sizes.
 
   python3 -m tests.bench.norms_grid [--processes N] [--seconds N] [--json PATH]
+      [--norms NAMES] [--passes forward,both]
 
 The choice between both rests on these times: see `rewriter.kernels.norms.estimate`.
 Rows are of the kinds and dtypes that programs have, and are measured in an order drawn
@@ -67,6 +68,16 @@ def grid() -> list[tuple[str, int, int, str]]:
     return [*ASKED, *made]
 
 
+def norms_of(given: argparse.Namespace) -> list[tuple[str, int, int, str]]:
+    """Returns the norms that are named, or else those of the grid."""
+    found = []
+    for name in filter(None, given.norms.split(";")):
+        kind, sizes, dtype = name.split(" ")
+        rows, columns = map(int, sizes.split("x"))
+        found.append((kind, rows, columns, dtype))
+    return found or grid()
+
+
 def by_kernel(kind: str, passes: str) -> Callable[..., Any]:
     """Returns a function of a norm's arrays, by our kernel."""
     its = registry().kernel(f"{kind}_norm", "hopper")
@@ -118,10 +129,10 @@ def one_process(given: argparse.Namespace, begun: float) -> None:
     number, count = map(int, os.environ[PART].split("/"))
     path = pathlib.Path(os.environ[FOLDER], f"rows-{number}.json")
     done = []
-    for kind, rows, columns, dtype in grid()[number::count]:
+    for kind, rows, columns, dtype in norms_of(given)[number::count]:
         row = norming(kind, rows, columns, jnp.dtype(dtype))
         made: dict[str, Any] = {"row": row.name, "us": {}}
-        for passes in ("forward", "both"):
+        for passes in given.passes.split(","):
             if time.time() - begun > given.seconds:
                 path.write_text(json.dumps(done))
                 return
@@ -143,6 +154,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--norms", default="", help="as rms 8192x4096 float32;...")
+    parser.add_argument("--passes", default="forward,both")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--begun", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=pathlib.Path)

@@ -29,7 +29,7 @@ from rewriter.site.implementation import XLA
 from rewriter.support.assumptions import ASSUMPTIONS
 from rewriter.support.sizes import size_text
 from rewriter.tools import demo
-from tests.bench import few_bits_tables, hopper_table, record, tpu_tables
+from tests.bench import choices_table, few_bits_tables, hopper_table, record, tpu_tables
 from tests.bench.markdown import table
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -778,6 +778,7 @@ TABLES = {
     "eight_bits": eight_bits,
     "group_norms": group_norms,
     "quantized_cache": quantized_cache,
+    "rows_of_models": choices_table.rows_of_models,
     "packed_dot": few_bits_tables.packed_dot,
     "quantized_unit": few_bits_tables.quantized_unit,
     "quantized_rows": few_bits_tables.quantized_rows,

@@ -237,7 +237,10 @@ def fits_backward_widths(
         its = extra.transposed if name == "queries" else extra
         size += its.nbytes(config.stages, rows, block) + BARRIERS
         # Numbers of queries, and of others, each in memory that begins at a KiB.
-        size += KIB * ((3 if extra.copied else 2) + its.rows + its.columns)
+        numbers = 3 if extra.copied else 2
+        if config.fused:  # all in one
+            numbers = -(-numbers * config.stages * 4 * config.queries // KIB)
+        size += KIB * (numbers + its.rows + its.columns)
         size += KIB if config.claimed else 0
         if config.fused:  # changes of scores in 16 bits, and dq
             size += config.warpgroups * (CHANGES * 2 * 64 * block + 4 * block * h)

@@ -369,6 +369,17 @@ class Fused(OfKeys):
 
     name = "attention_backward"
 
+    def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
+        together = memory["numbers"]
+        each = {name: together.at[i] for i, name in enumerate(p.numbers)}
+        super().__init__(p, given, memory | each)
+
+    @classmethod
+    def row_memory(cls, p: Problem) -> dict[str, Any]:
+        """Returns shared memory for all numbers of queries, which begins at one KiB."""
+        shape = (len(p.numbers), p.stages, p.block)
+        return {"numbers": plgpu.SMEM(shape, jnp.float32)}
+
     @classmethod
     def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:
         """Returns shared memory by name."""

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rewriter.kernels.attention.hopper import block_masks, pallas, panels
 from rewriter.kernels.attention.hopper.backward_functions import values_and_slopes
 from rewriter.kernels.attention.hopper.backward_problem import Problem, Seen
-from rewriter.kernels.attention.hopper.blocks import blocks_of
+from rewriter.kernels.attention.hopper.blocks import blocks_of, only_first
 from rewriter.kernels.attention.hopper.config import REGISTERS
 from rewriter.kernels.attention.hopper.dtypes import in_parts
 from rewriter.kernels.attention.hopper.pallas import LOG2E
@@ -463,6 +463,9 @@ class Tile:
             self.range = block_masks.left(table, self.range, self.b, self.head, row)
         if self.length is not None and not p.mask.lengths:  # rows may be past it
             self.range = _without_rows(self.range, self.first + p.rows > self.length)
+            past = self.first >= self.length
+            past = past if every is None else past & ~every
+            self.range = only_first(self.range, past)
         self.mine = self.first + 64 * kernel.part
         self.averaged: Any = None
         """The blocks that it meets for rows without keys: the first, and the end."""

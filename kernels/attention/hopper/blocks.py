@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rewriter.kernels.attention.visibility import Range, Visibility, clip
+from rewriter.kernels.attention.visibility import Range, Visibility, clip, pick
 
 
 @dataclass(frozen=True)
@@ -143,3 +143,23 @@ def inside(r: Range, tile: Range) -> Range:
     end = clip(r.end, start + 1, tile.end)
     whole = clip(r.whole, start, end)
     return Range(start, whole, clip(r.part, whole, end), end, tile.limit)
+
+
+def only_first(r: Range, hidden: Any) -> Range:
+    """Leaves a tile whose rows are all hidden one block, which is seen in part.
+
+    Gradients of keys past a length are zeros, so their tiles need no other queries.
+
+    Args:
+        r: The blocks of a tile.
+        hidden: Whether its rows are hidden from all columns.
+
+    Example:
+        >>> only_first(Range(start=2, whole=3, part=6, end=8, limit=512), True)
+        Range(start=2, whole=2, part=2, end=3, limit=512)
+    """
+    first = (r.start, r.start, r.start + 1)
+    whole, part, end = (
+        pick(hidden, x, y) for x, y in zip(first, (r.whole, r.part, r.end), strict=True)
+    )
+    return Range(r.start, whole, part, end, r.limit)

@@ -71,11 +71,14 @@ TILE, BLOCK = 128, 64
 
 STEPS = {
     "begin": 3.5e-6, "forward": 0.66e-6, "begin backward": 8e-6, "backward": 1e-6,
+    "wider backward": 0.5,
 }  # fmt: skip
 """Seconds of `BLOCK` keys of a tile, and of its queries in the gradients, in heads of
 up to 128; and of what comes before. 27 µs for 2293 keys and 185 queries of 4
 heads of 80, 16 for 1024 of 4 of 64, 7 for 256 of 12
-(``tests/bench/results/held_out_h200.json``, ``choices_few_scores_h200.json``)."""
+(``tests/bench/results/held_out_h200.json``, ``choices_few_scores_h200.json``). Queries
+and keys of heads of 128 take 1.5 times as long in the gradients as those of 64
+(``few_tiles_h200.json`` there)."""
 
 FEW_TILES = 0.95
 """The share of XLA's time that is enough for few tiles
@@ -215,7 +218,9 @@ def _in_turn(spec: Spec, both: bool) -> float:
     if not both:
         return forward
     tiles = -(-seen // BLOCK) + -(-min(t, seen) // BLOCK)
-    return forward + STEPS["begin backward"] + STEPS["backward"] * wide * tiles
+    wider = 1 + STEPS["wider backward"] * min(1.0, max(0, h - STEP_WIDTH) / STEP_WIDTH)
+    step = STEPS["backward"] * max(wide, wider)
+    return forward + STEPS["begin backward"] + step * tiles
 
 
 def _work(spec: Spec, both: bool) -> float:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
+from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of, only_first
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.reference import visible
 from tests.kernels.attention.test_hopper import CAUSAL, NONE
@@ -133,6 +133,18 @@ def test_blocks_that_are_seen_whole_need_no_comparisons() -> None:
     assert (r.start, r.whole, r.part, r.end) == (0, 0, 31, 32)
     r = blocks_of(Mask(4096, 4096, 255, 0), 2048, 128, 128)
     assert (r.start, r.whole, r.part, r.end) == (14, 15, 16, 17)
+
+
+@pytest.mark.parametrize("right", [None, 0])
+def test_hidden_tiles_read_one_block(right: int | None) -> None:
+    for first in range(0, 1024, 128):
+        r = blocks_of(Mask(1024, 1024, right, None), first, 128, 64)
+        assert only_first(r, False) == r
+        alone = only_first(r, True)
+        assert (alone.start, alone.count, alone.end - alone.part) == (r.start, 1, 1)
+        # In a kernel the comparison is a scalar that is not known.
+        traced = dataclasses.astuple(only_first(r, jnp.bool_(True)))
+        assert tuple(map(int, traced)) == dataclasses.astuple(alone)
 
 
 def test_every_tile_is_taken_once_and_work_is_even() -> None:

@@ -217,6 +217,29 @@ def test_heads_of_other_widths_get_zeros(h: int, e: int) -> None:
         assert error(x, y) <= LIMITS["bfloat16"]
 
 
+@pytest.mark.parametrize("divided", [False, True])
+def test_keys_past_a_length_meet_one_block_of_queries(
+    divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gradients are zeros, and were computed from all queries before."""
+    copied, copy = [], backward_of_keys.OfKeys.copy_block
+
+    def counting(kernel: Any, tile: Any, i: Any, j: Any, step: Any) -> None:
+        copied.append((int(tile.first), int(j)))
+        copy(kernel, tile, i, j, step)
+
+    monkeypatch.setattr(backward_of_keys.OfKeys, "copy_block", counting)
+    back = BackwardTiles(64, 64, programs=0, divided=divided)
+    given = {"kv_lengths": (100,)}
+    errors = simulated((1, 320, 448, 2, 2, 32, 32), given, Tiles(64), back)
+    assert max(errors) <= LIMITS["bfloat16"]
+    rows = 64 if divided else 128
+    for first in range(0, 448, rows):
+        assert copied.count((first, 0)) == 2  # of each head
+        others = {j for at, j in copied if at == first and j > 0}
+        assert others == (set() if first >= 100 else {1, 2, 3, 4})
+
+
 @pytest.mark.parametrize("swapped", [("q", "k", "v"), ("k", "v")])
 def test_operands_whose_heads_lie_first(swapped: tuple[str, ...]) -> None:
     q, k, v, _ = (

@@ -95,7 +95,8 @@ def test_configs_are_pruned() -> None:
 
 
 def test_sizes() -> None:
-    assert [rows_of(m, Teams(rows=8)) for m in (1, 12, 64)] == [1, 4, 8]
+    assert [rows_of(m, Teams(rows=8)) for m in (1, 6, 12, 64)] == [1, 4, 8, 8]
+    assert [rows_of(m, Teams(rows=8), True) for m in (1, 12, 64)] == [1, 4, 8]
     for steps, teams in itertools.product((1, 5, 131, 132, 133, 4096, 4097), (1, 3, 8)):
         config = Teams(teams=teams)
         programs = programs_of(steps, config)
@@ -246,6 +247,8 @@ CASES = {
     "many turns": ((77, 512), ALL, Teams(1, 2, 2, 2, 1)),
     "many rows a step": ((96, 256), ("scale", "bias"), Teams(8, 2, 2, 3, 2)),
     "rows that divide by 2": ((46, 256), ALL, Teams(4, 1, 3, 2, 2)),
+    "odd rows, four a step": ((47, 384), ("scale", "bias"), Teams(4, 1, 2, 2, 3)),
+    "fewer rows than a step has": ((3, 256), ALL, Teams(4, 1, 2, 2)),
     "no operands": ((50, 640), (), Teams(1, 1, 2, 4, 2)),
     "one team": ((21, 1024), ALL, Teams(1, 8, 1, 2, 2)),
     "usual": ((19, 1536), ("scale", "bias"), None),
@@ -253,11 +256,14 @@ CASES = {
     "in each of two warpgroups": ((13, 576), ALL, Teams(1, 2, 2, 2, 2)),
     "one overlapping chunk": ((40, 160), ("scale", "bias"), Teams(2, 1, 2, 2, 2)),
 }
-OVERLAPPING = ("chunks that overlap", "in each of two warpgroups")
+OVERLAPPING = (
+    "chunks that overlap", "odd rows, four a step", "in each of two warpgroups",
+)  # fmt: skip
+"""Whose last chunk or last step begins earlier."""
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("case", [*first(5, CASES), *OVERLAPPING[:1]])
+@pytest.mark.parametrize("case", [*first(5, CASES), *OVERLAPPING[:2]])
 def test_simulated(case: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own code, a Python thread per warpgroup."""
     shape, wanted, config = CASES[case]
