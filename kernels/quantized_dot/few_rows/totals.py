@@ -15,7 +15,7 @@ from jaxlib.mlir.dialects import llvm
 
 from rewriter.kernels.quantized_dot.few_rows import registers
 from rewriter.kernels.quantized_dot.few_rows.config import Tiles
-from rewriter.kernels.quantized_dot.few_rows.registers import emit, f32
+from rewriter.kernels.quantized_dot.few_rows.registers import constant, emit, f32
 from rewriter.kernels.quantized_dot.few_rows.threads import (
     Thread,
     address,
@@ -103,7 +103,9 @@ def add_up(
         del context
         stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
         walk = Fours.of(rows, wide, config.computing + 1, config.splits)
-        bases = [in_block(address(partial), r) for r in range(config.splits)]
+        bases = [address(partial)]
+        if config.splits > 1:
+            bases = [in_block(bases[0], r) for r in range(config.splits)]
         for four in walk.turns():
             sums = _of_all(bases, four.place, warpgroups, rows * wide)
             joined = [_four_of(x, four.column) for x in behind]
@@ -306,7 +308,9 @@ class Fours:
     def of(cls, rows: int, wide: int, warpgroups: int, splits: int) -> Fours:
         """Reads the thread's numbers."""
         thread = emit("mov.u32 $0, %tid.x;", [], effects=True)
-        rank = emit("mov.u32 $0, %cluster_ctarank;", [], effects=True)
+        rank = constant(0)
+        if splits > 1:
+            rank = emit("mov.u32 $0, %cluster_ctarank;", [], effects=True)
         return cls(rows, wide, warpgroups, splits, thread, rank)
 
     def turns(self) -> Iterator[Four]:
