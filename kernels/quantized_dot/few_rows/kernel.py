@@ -275,12 +275,16 @@ class Block:
         )  # fmt: skip
 
     @property
+    def index(self) -> Any:
+        """The block's number among those of other columns."""
+        at, shares = lax.axis_index(pallas_gpu.PROGRAM), self.use.config.shares
+        return at if shares == 1 else at * shares + lax.axis_index(PART)
+
+    @property
     def column(self) -> Any:
         """The block's first column."""
-        config, at = self.use.config, lax.axis_index(pallas_gpu.PROGRAM)
-        if config.shares > 1:
-            at = at * config.shares + lax.axis_index(PART)
-        return pl.multiple_of(at * config.block_n, config.block_n)
+        wide = self.use.config.block_n
+        return pl.multiple_of(self.index * wide, wide)
 
     @property
     def steps(self) -> tuple[Any, Any]:

@@ -103,9 +103,7 @@ def add_up(
         del context
         stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
         walk = Fours.of(rows, wide, config.computing + 1, config.splits)
-        bases = [address(partial)]
-        if config.splits > 1:
-            bases = [in_block(bases[0], r) for r in range(config.splits)]
+        bases = in_blocks(partial, config.splits)
         for four in walk.turns():
             sums = _of_all(bases, four.place, warpgroups, rows * wide)
             joined = [_four_of(x, four.column) for x in behind]
@@ -169,7 +167,7 @@ def join_branches(
         del context
         stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
         walk = Fours.of(rows, half, config.computing + 1, config.splits)
-        bases = [in_block(address(partial), r) for r in range(config.splits)]
+        bases = in_blocks(partial, config.splits)
         for four in walk.turns():
             text = f"mad.lo.u32 $0, $1, {wide // 4}, $2;"
             place = emit(text, [four.row, four.column])
@@ -327,6 +325,12 @@ class Fours:
             column = emit(f"rem.u32 $0, $1, {self.wide // 4};", [place])
             limit = min(threads, count - first)
             yield Four(place, row, column, self.thread, limit)
+
+
+def in_blocks(memory: Any, splits: int) -> list[Any]:
+    """Returns addresses of shared memory in all blocks that share columns."""
+    own = address(memory)
+    return [own] if splits == 1 else [in_block(own, r) for r in range(splits)]
 
 
 def in_block(place: Any, rank: int) -> Any:
