@@ -17,7 +17,12 @@ from rewriter.kernels.quantized_dot import few_rows
 from rewriter.kernels.quantized_dot.by_blocks import NAME, Blocks, sizes
 from rewriter.kernels.quantized_dot.by_blocks_estimate import estimate, modelled
 from rewriter.kernels.quantized_dot.few_rows import FLOATS, TAKEN
-from rewriter.kernels.quantized_dot.few_rows.config import MOST, Tiles, padded
+from rewriter.kernels.quantized_dot.few_rows.config import (
+    MOST,
+    Tiles,
+    of_warpgroups,
+    padded,
+)
 from rewriter.kernels.shared.hopper import by_estimate, importable, with_stages
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.kernels.shared.kinds import HOPPER
@@ -92,7 +97,7 @@ def default(spec: Spec, device: Device) -> Tiles:
     Three warpgroups in turns took 17.9 µs instead of 19.3 for 16 rows by 4096 x 14336
     of int8, on an H200.
     """
-    found = few_rows.default(spec, device)
+    found = of_warpgroups(spec, device)
     part, z = _part(spec), int(spec.param("groups"))
     stages = found.stages * max(1, found.depth // part)
     made = replace(found, depth=part, stages=stages, splits=min(found.splits, z))

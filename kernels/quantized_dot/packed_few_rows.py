@@ -24,8 +24,8 @@ from rewriter.kernels.quantized_dot.estimate import numbers as count_of
 from rewriter.kernels.quantized_dot.few_rows.config import (
     Tiles,
     configs,
-    default,
     fits,
+    of_warpgroups,
     padded,
     sizes,
 )
@@ -184,7 +184,7 @@ def own_default(spec: Spec, device: Device) -> Tiles:
         three, by warps                17.2  19.8   16.7  18.6   18.8  21.9
     """
     use = of_numbers(spec)
-    found = default(use, device)
+    found = of_warpgroups(use, device)
     if found.across > 1:
         return found
     three = replace(found, turns=3, stages=6)

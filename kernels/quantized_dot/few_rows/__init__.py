@@ -219,5 +219,5 @@ def _after(use: Use) -> Behind | None:
 KERNEL = HOPPER.kernel(
     "quantized_dot", forward, xla.backward, supports,
     Speed(by_estimate, estimate=estimate), Space(Tiles, default, configs, fits),
-    xla.KERNEL.backward_space, name="hopper_few_rows", version=2,
+    xla.KERNEL.backward_space, name="hopper_few_rows", version=3,
 )  # fmt: skip

@@ -25,6 +25,13 @@ MOST = 64
 FEW = 32
 """The most rows for tensor cores of warps, each of which loads them for itself."""
 
+ONE_TILE = 8
+"""Rows that warps' tensor cores multiply at once, faster than those of warpgroups."""
+
+IN_FOUR, ALONE = 16, ("int8", 128, 1)
+"""The most rows for which four warpgroups in turns, by warps, are faster, and the
+matrix, columns and blocks for which they were measured."""
+
 CHUNK = 64
 """What tensor cores take of the summed axis at once: rows of 128 bytes."""
 
@@ -50,6 +57,7 @@ class Tiles:
         across: Warpgroups that share a step, each with columns of its own.
         splits: Blocks that share columns, each with a part of the summed axis.
         by_warps: Whether tensor cores of warps multiply, and not those of warpgroups.
+        shares: Blocks of different columns that copy rows for each other.
     """
 
     block_n: int = 128
@@ -59,6 +67,12 @@ class Tiles:
     across: int = 1
     splits: int = 1
     by_warps: bool = False
+    shares: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.splits * self.shares
 
     @property
     def computing(self) -> int:
@@ -125,7 +139,38 @@ def transposed(spec: Spec) -> bool:
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the default config: most processors have a block, and no more.
+    """Returns the default config: of few rows, by tensor cores of warps.
+
+    On an H200, of scales [z, n] and matrices [k, n], µs by rows
+    (``tests/bench/results/few_rows_tried_h200.json``)::
+
+                              4096 x 14336       8192 x 28672
+                              1        16        1        16
+        int8, warpgroups      17.9     18.9      56.4     57.3
+        int8, warps           16.9     18.6      57.0     56.3
+        and four in turns     17.7     17.8
+        fp8, warpgroups       18.2     18.9      55.7     58.6
+        fp8, warps            16.9     18.6      56.1     60.0
+        int4, warpgroups      13.4     14.6      43.0     45.5
+        int4, warps           12.5               40.2     47.2
+
+    Differences of less than 1 µs on the right are noise.
+    """
+    own = wanted = of_warpgroups(spec, device)
+    rows = padded(sizes(spec)[0])
+    if transposed(spec):  # not measured
+        return own
+    if rows <= ONE_TILE:
+        wanted = replace(own, by_warps=True)
+    elif rows <= IN_FOUR and (spec.dtype("w"), own.block_n, own.splits) == ALONE:
+        wanted = replace(own, turns=4, stages=8, by_warps=True)
+    return wanted if fits(wanted, spec, device).ok else own
+
+
+def of_warpgroups(spec: Spec, device: Device) -> Tiles:
+    """Returns the config by tensor cores of warpgroups.
+
+    Most processors have a block, and no more.
 
     Two warpgroups that share 256 columns read the rows half as often as blocks of 128.
     On an H100, blocks of 128 and of 256 took (rows, summed, columns; µs)::
@@ -168,8 +213,8 @@ MORE = ({}, {"turns": 3, "stages": 6}, {"turns": 4, "stages": 8})
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
     """Returns configs worth measuring, most promising first."""
-    own = default(spec, device)
-    found = [own]
+    own = of_warpgroups(spec, device)
+    found = [default(spec, device), own]
     few = padded(sizes(spec)[0]) <= FEW
     for change in (
         *({"by_warps": True, **more} for more in MORE if few),
@@ -200,6 +245,14 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
         found.append(no("stages", text))
     if config.splits > min(CLUSTER, k // config.depth):
         found.append(no("splits", f"{config.splits} blocks for {k} summed numbers"))
+    if config.shares > 1 and (
+        config.splits > 1
+        or n // config.block_n % config.shares
+        or m % (8 * config.shares)
+        or config.shares > CLUSTER
+    ):
+        text = f"{config.shares} blocks cannot share {m} rows"
+        found.append(no("shares", text))
     if (size := config.shared_memory(spec)) > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
