@@ -180,6 +180,34 @@ def _is_elementwise_call(eqn: Any) -> bool:
     )
 
 
+def form_of(equations: Equations, region: Region) -> Any:
+    """Returns what is equal for regions that compute the same of their inputs.
+
+    Equations count with their primitives, parameters and literals, values by number.
+    A region with a parameter that cannot be compared is equal to none.
+    """
+    numbers = {v: i for i, v in enumerate(region.inputs)}
+    numbers |= {behind: numbers[v] for behind, v in region.behind}
+    form: list[Any] = [str(v.aval.dtype) for v in region.inputs]
+    for place in sorted(region.positions):
+        eqn = equations.eqns[place]
+        ins = [
+            (np.asarray(v.val).tobytes(), str(v.aval.dtype)) if _jax.is_literal(v)
+            else numbers[v]
+            for v in eqn.invars
+        ]  # fmt: skip
+        out = eqn.outvars[0]
+        numbers[out] = len(numbers)
+        params = tuple(sorted(eqn.params.items()))
+        form.append((eqn.primitive, tuple(ins), params, str(out.aval.dtype)))
+    made = (*form, numbers[region.out])
+    try:
+        hash(made)
+    except TypeError:
+        return object()
+    return made
+
+
 def program_of(
     equations: Equations, region: Region, sums: bool
 ) -> ElementwiseProgram | None:

@@ -8,17 +8,17 @@ from typing import Any
 from rewriter import _jax
 
 
-def in_order(rest: Sequence[Any], new: Any) -> list[Any] | None:
-    """Returns equations with another one among them: each after what it reads.
+def in_order(rest: Sequence[Any], new: Sequence[Any]) -> list[Any] | None:
+    """Returns equations with others among them: each after what it reads.
 
     Returns:
         None if there is no such order, or if effects would move.
     """
-    makers = {v: e for e in (*rest, new) for v in e.outvars}
+    makers = {v: e for e in (*rest, *new) for v in e.outvars}
     ordered: list[Any] = []
     begun: set[int] = set()
     ended: set[int] = set()
-    for first in (*rest, new):
+    for first in (*rest, *new):
         stack = [first]
         while stack:
             eqn = stack[-1]

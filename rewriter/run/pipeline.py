@@ -141,6 +141,7 @@ PASSES = (
         lambda p: (
             bool(activations.WANTED & p.primitives) and not (p.spread or p.strict)
         ),
+        alone=True,
     ),
     beside_sites(erfc_in_16_bits.PASS, lambda p: p.replaced and not p.strict),
     Pass(

@@ -114,10 +114,14 @@ def _without_patterns(program: Program, clock: _Clock) -> Rewritten:
     if program.config.patterns == "none":
         return Rewritten(program.original)
     program = _after_passes(program, clock, [p for p in _later_passes() if p.alone])
+    failures = program.failures
     if not program.changed:
-        return Rewritten(program.original)
+        return Rewritten(program.original, failures=failures)
     return Rewritten(
-        program.closed_jaxpr, seconds=clock.seconds, changes=program.changes
+        program.closed_jaxpr,
+        failures=failures,
+        seconds=clock.seconds,
+        changes=program.changes,
     )
 
 

@@ -1,6 +1,6 @@
 """Times activations between products by one kernel, against XLA, on a Hopper GPU.
 
-  python3 -m tests.bench.fused_activations [--json PATH]
+  python3 -m tests.bench.fused_activations [--passes forward,both] [--json PATH]
 
 A program is ``f(x·w + b)·v``, forward or with all gradients. `on` is rewritten, `off`
 is rewritten without the pass, and `written` is as XLA compiles it. Prints microseconds
@@ -55,6 +55,9 @@ def both(act: Callable[[Any], Any]) -> Callable[..., Any]:
         return out, back(up)
 
     return run
+
+
+PASSES: dict[str, Callable[[Any], Any]] = {"forward": layer, "both": both}
 
 
 def shapes(size: tuple[int, int, int], passes: str, dtype: Any) -> list[Any]:
@@ -131,14 +134,16 @@ def _apart(found: jax.Array, want: jax.Array) -> float:
 def main() -> None:
     """Compiles all programs, then measures one after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--passes", default="forward,both", help="by commas")
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
+    asked = [(p, PASSES[p]) for p in given.passes.split(",")]
     with ThreadPoolExecutor(12) as pool:
         todo = [
             (name, size, passes, compiling(pool, of(act), size, passes))
             for size in SIZES
             for name, act in FUNCTIONS.items()
-            for passes, of in (("forward", layer), ("both", both))
+            for passes, of in asked
         ]
         for *_, made in todo:
             for program in made.values():

@@ -32,6 +32,7 @@ from rewriter.rewrite.activation_regions import (
     FUNCTIONS,
     INNER,
     Region,
+    form_of,
     multiplies_16_bits,
     program_of,
     regions,
@@ -72,31 +73,40 @@ def _changed(body: Any, device: Device) -> Changed:
     if not kernel.kernel.limits.runs_on(device).ok:
         return body, ()
     programs: dict[Any, ElementwiseProgram] = {}
+    known: dict[Any, ElementwiseProgram | None] = {}  # by what equal regions have
 
     def takes(region: Region) -> bool:
         m, d = region.shape
         sums = region.total is not None and kernel.sums(m, d)
-        program = program_of(equations, region, sums)
-        if program is None or not kernel.supports(program, m, d).ok:
-            return False
-        programs[region.out] = program
-        return bool(kernel.pays(program, m, d, device).ok)
+        key = m, d, sums, form_of(equations, region)
+        if key not in known:
+            program = program_of(equations, region, sums)
+            taken = (
+                program is not None
+                and kernel.supports(program, m, d).ok
+                and kernel.pays(program, m, d, device).ok
+            )
+            known[key] = program if taken else None
+        if (program := known[key]) is not None:
+            programs[region.out] = program
+        return program is not None
 
     chosen = regions(equations, LEAST, takes)
-    inside = {i for region in chosen for i in region.positions}
-    eqns = [e for i, e in enumerate(equations.eqns) if i not in inside]
-    for region in chosen:
-        program = programs[region.out]
-        new = _equation(body, equations, region, program)
-        rest = [e for e in eqns if e.outvars[:1] != new.outvars[1:]]
-        ordered = in_order(rest, new)
-        if ordered is None:
-            return body, ()
-        eqns = ordered
     if not chosen:
         return body, ()
+    new = [_equation(body, equations, r, programs[r.out]) for r in chosen]
+    totals = {v for eqn in new for v in eqn.outvars[1:]}
+    inside = {i for region in chosen for i in region.positions}
+    rest = [
+        e
+        for i, e in enumerate(equations.eqns)
+        if i not in inside and totals.isdisjoint(e.outvars)
+    ]
+    ordered = in_order(rest, new)
+    if ordered is None:
+        return body, ()
     found = [_change(equations, region) for region in chosen]
-    return _jax.with_equations(body, eqns, equations.outs), found
+    return _jax.with_equations(body, ordered, equations.outs), found
 
 
 def _equation(

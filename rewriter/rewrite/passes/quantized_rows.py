@@ -101,7 +101,7 @@ def _replaced(body: Any, equations: Equations, found: Region) -> Any:
         params={"use": use, "equations": whole},
     )
     rest = [e for i, e in enumerate(equations.eqns) if i not in inside]
-    ordered = in_order(rest, new)
+    ordered = in_order(rest, [new])
     if ordered is None:
         return None
     return _jax.with_equations(body, ordered, equations.outs)

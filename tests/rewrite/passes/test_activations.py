@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import rewriter
 from rewriter.ops import device
+from rewriter.rewrite.passes import activations
 from rewriter.rewrite.passes.activations import PASS
 
 H200 = device.named("h200")
@@ -218,6 +219,24 @@ def test_what_nothing_reads_does_not_count() -> None:
     assert changed(run, *shapes())[1] == {"activation": 1}
 
 
+def test_only_equal_functions_share_a_program() -> None:
+    """Layers that differ in one number, in an order or in a function do not."""
+    quick = lambda by: lambda x: x * jax.nn.sigmoid(by * x)
+    minus = lambda x: (x - jnp.tanh(x)) * x, lambda x: (jnp.tanh(x) - x) * x
+    acts = quick(1.702), quick(1.702), quick(1.8), jax.nn.mish, *minus, minus[0]
+
+    def run(x, w, b, v):
+        for act in acts:
+            x = layer(act)(x, w, b, v)
+        return x
+
+    after, found = changed(run, *shapes())
+    assert found == {"activation": len(acts)}
+    made = [dict(e.params["use"].params)["program"] for e in rows(after)]
+    first = [made.index(program) for program in made]
+    assert first == [0, 0, 2, 3, 4, 5, 4]
+
+
 def test_behind_a_barrier() -> None:
     """What is computed again for a gradient reads the same array."""
 
@@ -241,6 +260,47 @@ def test_reports_and_options() -> None:
     )
     for how in ({"disable": ("activations",)}, {"numerics": "strict"}):
         assert not [c for c in explain(**how).changes if c.by == "activations"]
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu by tanh", "silu", "mish by hand"])
+def test_programs_without_any_op(name: str) -> None:
+    """A forward alone has no site; what JAX differentiates is as written."""
+    fn = layer(ACTIVATIONS[name])
+    report = rewriter.explain(fn, target="h200")(*shapes())
+    assert not report.sites
+    assert [c.what for c in report.changes] == ["activation"]
+    fast = rewriter.optimize(fn, target="h200")
+    assert kernels(fast) == 1
+    assert kernels(rewriter.optimize(fn, target="a100")) == 0
+    summed = lambda f: lambda *a: f(*a).astype(jnp.float32).sum()
+    assert kernels(jax.grad(summed(fast), (0, 1, 2, 3))) == 0
+    got, want = (jax.grad(summed(f), (0, 1, 2, 3))(*drawn()) for f in (fast, fn))
+    for x, y in zip(got, want, strict=True):
+        x, y = (np.asarray(v, np.float32) for v in (x, y))
+        np.testing.assert_allclose(x, y, 2e-2, 2e-2 * np.abs(y).max())
+    wide = fn(*(x.astype("float32") for x in drawn()))
+    near = np.asarray(fast(*drawn()), np.float32)
+    np.testing.assert_allclose(near, wide, 3e-2, 1e-2 * np.abs(wide).max())
+
+
+def kernels(fn: Any) -> int:
+    """How many kernels of Pallas a program for a GPU has."""
+    lowered = jax.jit(fn).trace(*shapes()).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("@mosaic_gpu")
+
+
+def test_a_pass_that_fails_is_said_without_any_op(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*given: Any) -> Any:
+        raise ValueError("of a test")
+
+    monkeypatch.setattr(activations, "regions", fails)
+    fn = layer(exact_gelu)
+    with pytest.warns(rewriter.RewriterWarning, match="of a test"):
+        report = rewriter.explain(fn, target="h200")(*shapes())
+    assert "of a test" in str(report.failures)
+    assert not report.changes
 
 
 def test_derivatives_and_vmap_of_what_is_replaced() -> None:
