@@ -87,15 +87,20 @@ def evaluate(
     return [run.read(x) for x in program.outs]
 
 
-def evaluate_scaled(
+def evaluate_scaled(*args: Any, **options: Any) -> list[Any]:
+    """Returns the same, with factors of whole tiles joined: see `factored_tiles`."""
+    return [x.product for x in factored_tiles(*args, **options)]
+
+
+def factored_tiles(
     program: Program,
     given: Sequence[Any],
     ranges: Sequence[Range] = (),
     uniform: Collection[int] = (),
     scale: float = 1.0,
     floats: Mapping[int, Any] | None = None,
-) -> list[Any]:
-    """Returns the same, with factors of whole tiles joined: see `Scaled`.
+) -> list[Scaled]:
+    """Returns the same as tiles and their factors, which are joined: see `Scaled`.
 
     Small integers that become floats are computed as floats.
 
@@ -125,7 +130,7 @@ def evaluate_scaled(
             run.known[place] = run.as_written(at, line)
         else:
             run.scaled[place] = made
-    return [run.read(x) for x in program.outs]
+    return [run.with_factor(x) for x in program.outs]
 
 
 class _Evaluation:
@@ -164,6 +169,11 @@ class _Evaluation:
             made = self.as_written(at, self.program.lines[at])
         return self.known.setdefault(place, made)
 
+    def with_factor(self, place: int | Number) -> Scaled:
+        """Returns a value with its factor."""
+        there = None if isinstance(place, Number) else self.scaled.get(place)
+        return there or Scaled(self.read(place))
+
     def operands(self, line: Line) -> list[Operand]:
         """Returns an equation's operands with their factors."""
         return [self._operand(x) for x in line.ins] if line.floats else []
@@ -173,7 +183,15 @@ class _Evaluation:
             value = constant(place.value, place.dtype, self.like)
             return Operand(Scaled(value), float(place.value), True)
         value = self.scaled.get(place) or Scaled(self.known[place])
-        return Operand(value, None, place in self.same)
+        return Operand(value, None, place in self.same, place, self._divisor(place))
+
+    def _divisor(self, place: int) -> int | None:
+        """Which value a quotient is divided by; None of others."""
+        at = place - self.program.given
+        line = self.program.lines[at] if at >= 0 else None
+        if line is None or line.name != "div" or isinstance(line.ins[1], Number):
+            return None
+        return line.ins[1]
 
     def as_written(self, at: int, line: Line) -> Any:
         """Returns an equation's result."""

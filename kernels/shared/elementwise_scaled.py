@@ -47,11 +47,15 @@ class Scaled:
         tile: The tile.
         by: A tile of one number, perhaps.
         number: A constant.
+        value: Which value of the program ``by`` is, if that is known.
+        divisor: Which value ``by`` is divided by, if that is known.
     """
 
     tile: Any
     by: Any = None
     number: float = 1.0
+    value: int | None = None
+    divisor: int | None = None
 
     @property
     def factor(self) -> Any:
@@ -75,11 +79,24 @@ class Scaled:
             return replace(self, number=made)
         return Scaled(self.product, None, number)
 
-    def times_tile(self, by: Any) -> Scaled:
-        """Returns this times a tile of one number."""
+    def times_tile(
+        self, by: Any, value: int | None = None, divisor: int | None = None
+    ) -> Scaled:
+        """Returns this times a tile of one number, which joins what it cancels.
+
+        The derivative of ``r * tanh(x / r)`` is divided by r and multiplied with it.
+
+        Args:
+            by: The tile.
+            value: Which value it is.
+            divisor: Which value it is divided by.
+        """
         if self.by is None:
-            return replace(self, by=by)
-        return Scaled(self.product, by)
+            return replace(self, by=by, value=value, divisor=divisor)
+        pairs = (self.value, divisor), (self.divisor, value)
+        if any(x is not None and x == y for x, y in pairs):
+            return Scaled(self.tile, mapped(arith.mulf, self.by, by), self.number)
+        return Scaled(self.product, by, 1.0, value, divisor)
 
 
 def is_moderate(number: float) -> bool:
@@ -109,11 +126,15 @@ class Operand:
         value: Its tile, with a factor.
         number: The number, of a constant.
         uniform: Whether it is the same for the whole tile.
+        place: Which value of the program it is.
+        divisor: Which value it is divided by.
     """
 
     value: Scaled
     number: float | None
     uniform: bool
+    place: int | None = None
+    divisor: int | None = None
 
 
 def _product(x: Operand, y: Operand) -> Scaled | None:
@@ -122,16 +143,17 @@ def _product(x: Operand, y: Operand) -> Scaled | None:
             return a.value.times(b.number)
     for a, b in ((x, y), (y, x)):
         if b.uniform and not a.uniform and b.number is None:
-            return a.value.times_tile(b.value.product)
+            return a.value.times_tile(b.value.product, b.place, b.divisor)
     return None
 
 
 def _quotient(x: Operand, y: Operand) -> Scaled | None:
     if y.number is not None:
-        inverse = float(np.float32(1) / np.float32(y.number)) if y.number else 0.0
-        return x.value.times(inverse) if is_moderate(inverse) else None
+        number = float(np.float32(1) / np.float32(y.number)) if y.number else 0.0
+        return x.value.times(number) if is_moderate(number) else None
     if y.uniform and not x.uniform:
-        return x.value.times_tile(inverse_of_one(y.value.product))
+        inverse = inverse_of_one(y.value.product)
+        return x.value.times_tile(inverse, divisor=y.place)
     return None
 
 

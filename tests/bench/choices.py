@@ -419,7 +419,7 @@ def measured(row: Row, passes: str, arms: Arms) -> dict[str, Any]:
     first_of = next((x for x in ("written", "chosen") if x in results), None)
     if first_of:
         exact = results.pop(first_of)
-        each = {by: max(map(_apart, x, exact)) for by, x in results.items()}
+        each = {by: max(map(apart, x, exact)) for by, x in results.items()}
         made[f"apart from {first_of}"] = each
     best = min(made["us"].values(), default=math.nan)
     if "chosen" in made["us"]:
@@ -427,7 +427,7 @@ def measured(row: Row, passes: str, arms: Arms) -> dict[str, Any]:
     return made
 
 
-def _apart(x: Any, exact: Any) -> float:
+def apart(x: Any, exact: Any) -> float:
     """The norm of a difference, relative to a result's."""
     return float(f"{np.linalg.norm(x - exact) / np.linalg.norm(exact):.1e}")
 

@@ -3,11 +3,17 @@
     python3 -m tests.bench.rotary [--json PATH]
 
 A row is a causal attention with norms and rotations of q and k before it, and the same
-attention alone. Both are computed by the kernels that are chosen, and XLA fuses what is
-in front. The difference is the most that a kernel could win which applies both while it
-loads q and k. Such a kernel rotates keys once for each tile of queries, not once.
-``reads_us`` is the time that reading and writing q and k once takes at the bandwidth
-measured here, so no fusion in front can take less.
+attention alone, forward or with the gradients of q, k and v. A step of decoding writes
+its key and value into a cache, which it gives back. XLA fuses what is in front:
+``chosen`` are the kernels that are chosen, norms too; ``fused`` leaves norms to XLA.
+
+The difference to attention alone is the most that a kernel could win which applies both
+while it loads q and k. Such a kernel rotates keys once for each tile of queries, not
+once. ``reads_us`` is the time that reading and writing q and k once takes at the
+device's bandwidth, so no kernel in front takes less. With gradients it counts reading
+q, k and their cotangents and writing both too.
+
+Microseconds on the device by CUPTI, medians of runs that take turns.
 """
 
 from __future__ import annotations
@@ -15,19 +21,30 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+import rewriter
+from rewriter import _jax
+from rewriter.hardware import timing
 from rewriter.ops import device
 from tests.bench import choices, record
 from tests.bench.choices import BF16, F32, Row
 
 SHAPES = ((8, 4096, 16, 16, 128), (4, 4096, 32, 8, 128), (8, 2048, 16, 16, 64))
 """Batch entries, positions, heads of queries, heads of keys, width."""
+
+STEPS = ((64, 4096, 32, 8, 128), (8, 4096, 32, 8, 128))
+"""The same of steps of decoding, with the cache's positions."""
+
+TURNS = 9
+ARMS = {"chosen": {}, "fused": {"implementation": {"rms_norm": "xla"}}}
 
 
 def normed(x: Any, scale: Any) -> Any:
@@ -96,36 +113,151 @@ def row_of(front: str, shape: tuple[int, ...], passes: str) -> Row:
     return Row(name, "attention", run, shapes, (), scores=4.0 * b * n * t * t)
 
 
-def compiled(front: str, shape: tuple[int, ...], passes: str) -> Any:
-    """Returns a row and its compiled program."""
+def compiled(front: str, shape: tuple[int, ...], passes: str, by: str) -> Any:
+    """Returns an arm's compiled program, and its kernels."""
     row = row_of(front, shape, passes)
     shapes = tuple(jax.ShapeDtypeStruct(*x) for x in row.shapes)
-    return row, choices.compiled(row, passes, "chosen", shapes)
+    fast = rewriter.optimize(row.fn, **ARMS[by])
+    kernels = tuple(f"{s.op} {s.kernel}" for s in fast.report(*shapes).sites)
+    return fast.lower(*shapes).compile(), kernels
 
 
 def once_us(shape: tuple[int, ...], passes: str) -> float:
-    """Returns the time of reading and writing q and k, and of both cotangents."""
+    """Returns the time of reading and writing q and k; see above."""
     b, t, n, heads, h = shape
-    moved = 2 * 2 * b * t * (n + heads) * h * (1 if passes == "forward" else 2)
-    return 1e6 * moved / device.attached().bandwidth
+    t = 1 if passes == "step" else t
+    moved = 2 * 2 * b * t * (n + heads) * h
+    moved += 3 * 2 * b * t * (n + heads) * h * (passes == "both")
+    return round(1e6 * moved / device.attached().bandwidth, 1)
 
 
-def measured(shapes: Any = SHAPES) -> list[dict[str, Any]]:
-    """Returns and prints a figure for each front, shape and pass."""
-    todo = [
-        (f, s, p) for s in shapes for p in ("forward", "both") for f in FRONTS
-    ]  # fmt: skip
+def measured(shape: tuple[int, ...], passes: str, made: Any) -> list[dict[str, Any]]:
+    """Returns and prints a figure for each front."""
     rows = []
-    with ThreadPoolExecutor(8) as pool:
-        made = [pool.submit(compiled, *x) for x in todo]
-        for (_, shape, passes), future in zip(todo, made, strict=True):
-            row, (program, kernels) = future.result()
-            arm = pool.submit(tuple, (program, kernels))
-            found = choices.measured(row, passes, {"chosen": arm})
-            found["reads_us"] = round(once_us(shape, passes), 1)
-            print(json.dumps(found, default=str), flush=True)
-            rows.append(found)
+    for front, arms in made.items():
+        row = row_of(front, shape, passes)
+        sets = [choices.drawn(row, seed) for seed in range(2)]
+        found: dict[str, Any] = {"row": row.name, "pass": passes, "us": {}}
+        programs = {by: future.result() for by, future in arms.items()}
+        for program, _ in programs.values():
+            jax.block_until_ready(program(*sets[0]))
+        times = timing.measure([x for x, _ in programs.values()], sets, TURNS)
+        for (by, (_, kernels)), samples in zip(programs.items(), times, strict=True):
+            found["us"][by] = round(1e6 * samples.median, 1)
+            found[by] = kernels
+        found["reads_us"] = once_us(shape, passes)
+        print(json.dumps(found, default=str), flush=True)
+        rows.append(found)
     return rows
+
+
+def step_of(front: str) -> Callable[..., Any]:
+    """Returns a step of decoding against a cache, which it writes to."""
+    norms, rotates = FRONTS[front]
+
+    def run(
+        q: Any, k: Any, v: Any, caches: Any, at: Any, scales: Any, tables: Any
+    ) -> Any:
+        if norms:
+            q, k = normed(q, scales[0]), normed(k, scales[1])
+        if rotates:
+            cos, sin = (x[at][:, None] for x in tables)
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        place = jnp.arange(q.shape[0]), at
+        keys, values = (
+            c.at[place].set(x[:, 0]) for c, x in zip(caches, (k, v), strict=True)
+        )
+        return attend_cache(q, keys, values, at), (keys, values)
+
+    return run
+
+
+def attend_cache(q: Any, k: Any, v: Any, at: Any) -> Any:
+    """Returns attention of one query for each entry, to what its cache holds."""
+    (b, t, n, h), heads = q.shape, k.shape[2]
+    q = q.reshape(b, t, heads, n // heads, h)
+    x = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=F32) * h**-0.5
+    seen = jnp.arange(k.shape[1]) <= at[:, None]
+    x = jnp.where(seen[:, None, None, None], x, -jnp.inf)
+    out = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(x, -1).astype(BF16), v)
+    return out.reshape(b, t, n, h)
+
+
+def step_operands(shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns a step's arguments."""
+    b, s, n, heads, h = shape
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    normal = lambda *shape: jax.random.normal(next(keys), shape, BF16)
+    q, k, v = normal(b, 1, n, h), normal(b, 1, heads, h), normal(b, 1, heads, h)
+    caches = normal(b, s, heads, h), normal(b, s, heads, h)
+    at = jnp.asarray(np.linspace(s // 2, s - 2, b), jnp.int32)
+    tables = jnp.ones((s, h // 2)), jnp.zeros((s, h // 2))
+    return q, k, v, caches, at, jnp.ones((2, h)), tables
+
+
+def compiled_step(front: str, shape: tuple[int, ...], by: str) -> Any:
+    """Returns a step's compiled program, which writes over its caches."""
+    args = jax.eval_shape(lambda: step_operands(shape))
+    fast = rewriter.optimize(step_of(front), **ARMS[by])
+    kernels = tuple(f"{s.op} {s.kernel}" for s in fast.report(*args).sites)
+    return jax.jit(fast, donate_argnums=3).lower(*args).compile(), kernels
+
+
+def ran(program: Any, *args: Any) -> tuple[Any, float]:
+    """Runs a step; returns its caches and the seconds of its kernels."""
+    results: list[Any] = []
+
+    def call() -> Any:
+        results.append(program(*args))
+        return results
+
+    seconds = sum(s for _, s in _jax.kernel_seconds(call))
+    return results[0][1], seconds
+
+
+def measured_step(shape: tuple[int, ...], made: Any) -> list[dict[str, Any]]:
+    """Returns and prints a figure for each front."""
+    rows = []
+    for front, arms in made.items():
+        found: dict[str, Any] = {"row": f"{front}, {shape}", "pass": "step", "us": {}}
+        for by, future in arms.items():
+            program, kernels = future.result()
+            *given, caches, at, scales, tables = step_operands(shape)
+            times = []
+            for _ in range(TURNS + 1):
+                caches, seconds = ran(program, *given, caches, at, scales, tables)
+                times.append(seconds)
+            found["us"][by] = round(1e6 * statistics.median(times[1:]), 1)
+            found[by] = kernels
+        found["reads_us"] = once_us(shape, "step")
+        print(json.dumps(found, default=str), flush=True)
+        rows.append(found)
+    return rows
+
+
+def all_measured() -> list[dict[str, Any]]:
+    """Returns and prints all rows; nothing compiles beside one that is timed."""
+    rows: list[dict[str, Any]] = []
+    cases = [(s, p) for s in SHAPES for p in ("forward", "both")]
+    with ThreadPoolExecutor(8) as pool:
+        made = [
+            {f: {by: pool.submit(compiled, f, s, p, by) for by in arms(f)}
+             for f in FRONTS} for s, p in cases
+        ]  # fmt: skip
+        steps = [
+            {f: {by: pool.submit(compiled_step, f, s, by) for by in arms(f)}
+             for f in FRONTS} for s in STEPS
+        ]  # fmt: skip
+    for (shape, passes), futures in zip(cases, made, strict=True):
+        rows += measured(shape, passes, futures)
+    for shape, futures in zip(STEPS, steps, strict=True):
+        rows += measured_step(shape, futures)
+    return rows
+
+
+def arms(front: str) -> list[str]:
+    """Returns the arms of a front: norms can be left to XLA where there are any."""
+    return list(ARMS) if FRONTS[front][0] else ["chosen"]
 
 
 def main() -> None:
@@ -133,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
     asked = parser.parse_args()
-    rows = measured()
+    rows = all_measured()
     if asked.json:
         record.write(asked.json, "python3 -m tests.bench.rotary", rows=rows)
 

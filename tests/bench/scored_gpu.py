@@ -1,253 +1,223 @@
 """Times functions of scores on a Hopper GPU, beside PyTorch's FlexAttention.
 
-    python3 -m tests.bench.scored_gpu [--batch 8] [--tokens 4096] [--widths 128,64]
-        [--functions a,b] [--json PATH]
+    python3 -m tests.bench.scored_gpu [--only cap,decay] [--arms chosen,flex]
+        [--batch 8] [--tokens 4096] [--widths 128,64] [--processes 8] [--json PATH]
 
 A row is attention of 16 heads with one function, forward or with the gradients of q, k
-and v. Its arms are the kernel (`hopper`), the program as XLA compiles it (`written`,
-where its scores fit into memory), and FlexAttention by ``torch.compile``, where PyTorch
-is importable. Rows of a menu have a kernel's own operand for the function: its time
-shows what it costs to compute the function as written. Microseconds on the device:
-medians by CUPTI for JAX, by CUDA's events for PyTorch.
+and v, and of the buckets of T5. Its arms:
+
+- ``chosen``: what `rewriter.optimize` takes, for the program with its gradients.
+- ``inside``: the gradients of what `rewriter.optimize` takes for the forward.
+- ``written``: the program as XLA compiles it.
+- ``cudnn``: that kernel, where it takes the function.
+- ``flex``: FlexAttention by ``torch.compile``, where PyTorch is importable, on the same
+  arrays.
+
+Rows of a menu have a kernel's own operand for the function: the time of a cap shows
+what it costs to compute the function as written. Microseconds on the device: medians by
+CUPTI for JAX, by CUDA's events for PyTorch. Errors are distances from the result of
+``written``, else of ``flex``, relative to its norm: the largest of all results, of one
+batch entry.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import math
 import os
-import pathlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.bench import choices, record
+import rewriter
+from rewriter.hardware import timing
+from tests.bench import choices, in_turns, record, scored_flex
 from tests.bench.choices import BF16, F32, Row
-from tests.spellings.attention.scores import bucket
+from tests.bench.scored_functions import FUNCTIONS, HEADS, Function
 
-HEADS = 16
-XLA_BYTES = 12 << 30
-
-Score = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Function:
-    """A function of scores for JAX and for PyTorch.
-
-    Attributes:
-        of: Takes products [b, n, t, s], numbers of queries [t, 1] and of keys [1, s],
-            and the array.
-        flex: FlexAttention's: product, batch, head, query, key, array.
-        array: The array's shape, or nothing.
-        op: What the function is read as.
-        causal: Whether later keys are hidden.
-    """
-
-    of: Score
-    flex: Score
-    array: tuple[int, ...] = ()
-    op: str = "scored_attention"
-    causal: bool = True
-
-
-def _heads(r: Any) -> Any:
-    return r[:, None, None]
-
-
-def _torch_bucket(distance: Any) -> Any:
-    import torch
-
-    half, exact, largest = 16, 8, 128
-    ahead = torch.where(distance > 0, half, 0)
-    away = torch.abs(distance)
-    far = torch.log(torch.clamp(away, min=1).float() / exact)
-    far = exact + (far / math.log(largest / exact) * (half - exact)).to(torch.int32)
-    return ahead + torch.where(away < exact, away, torch.clamp(far, max=half - 1))
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
-
-
-FUNCTIONS = {
-    "cap (menu)": Function(
-        lambda x, i, j: 30 * jnp.tanh(x / 30),
-        lambda x, b, h, i, j: 30 * _torch().tanh(x / 30), op="attention",
-    ),
-    "cap of each head": Function(
-        lambda x, i, j, r: _heads(r) * jnp.tanh(x / _heads(r)),
-        lambda x, b, h, i, j, r: r[h] * _torch().tanh(x / r[h]), (HEADS,),
-    ),
-    "ALiBi (menu)": Function(
-        lambda x, i, j, r: x + _heads(r) * (j - i),
-        lambda x, b, h, i, j, r: x + r[h] * (j - i), (HEADS,), op="attention",
-    ),
-    "log of distance": Function(
-        lambda x, i, j, r: x - _heads(r) * jnp.log1p(jnp.abs(i - j).astype(F32)),
-        lambda x, b, h, i, j, r: x - r[h] * _torch().log1p(_torch().abs(i - j).float()),
-        (HEADS,),
-    ),
-    "decay": Function(
-        lambda x, i, j, r: x * jnp.exp(-_heads(r) * jnp.abs(i - j).astype(F32)),
-        lambda x, b, h, i, j, r: x * _torch().exp(-r[h] * _torch().abs(i - j).float()),
-        (HEADS,),
-    ),
-    "softplus": Function(
-        lambda x, i, j: jax.nn.softplus(x),
-        lambda x, b, h, i, j: _torch().nn.functional.softplus(x), causal=False,
-    ),
-    "T5's buckets, capped": Function(
-        lambda x, i, j, r: jnp.tanh(x) + jnp.transpose(
-            r[bucket(j - i, 32, 128)], (2, 0, 1)),
-        lambda x, b, h, i, j, r: _torch().tanh(x) + r[_torch_bucket(j - i), h],
-        (32, HEADS), causal=False,
-    ),
-    "tanh and distance": Function(
-        lambda x, i, j, r: jnp.tanh(x) - _heads(r) * jnp.abs(i - j),
-        lambda x, b, h, i, j, r: _torch().tanh(x) - r[h] * _torch().abs(i - j),
-        (HEADS,),
-    ),
-}  # fmt: skip
+MODULE = "tests.bench.scored_gpu"
+SETS, TURNS = 2, 7
+PASSES = "forward", "both"
 
 
 def program(function: Function, width: int) -> Callable[..., Any]:
     """Returns attention by one function, as models write it."""
 
-    def attend(q: Any, k: Any, v: Any, *array: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
         x = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=F32)
         i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
-        x = function.of(x * width**-0.5, i, j, *array)
-        x = jnp.where(j <= i, x, -jnp.inf) if function.causal else x
+        x = function.of(x * width**-0.5, i, j, *arrays)
+        if function.sees is not None:
+            x = jnp.where(function.sees(i, j, *arrays), x, -jnp.inf)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(x, -1).astype(BF16), v)
 
     return attend
 
 
-def row_of(name: str, function: Function, b: int, t: int, width: int) -> Row:
-    """Returns a row of `choices`, with gradients of q, k and v alone."""
-    shapes: tuple[Any, ...] = (((b, t, HEADS, width), BF16),) * 3
-    if function.array:
-        shapes = (*shapes, (function.array, F32))
+def row_of(name: str, b: int, t: int, width: int) -> Row:
+    """Returns a row of `choices`."""
+    function = FUNCTIONS[name]
+    drawn = function.arrays(np.random.default_rng(0), b, t)
+    shapes = (((b, t, HEADS, width), BF16),) * 3
     return Row(
         f"{name}, {b}x{t}x{HEADS}x{width}", function.op, program(function, width),
-        shapes, ("hopper",), scores=4.0 * b * HEADS * t * t,
+        (*shapes, *((x.shape, x.dtype) for x in drawn)), (),
     )  # fmt: skip
 
 
-def of_pass(row: Row, passes: str) -> Row:
-    """Returns the row, or one that returns gradients of q, k and v too."""
+def of_pass(row: Row, passes: str, learned: bool, inside: bool = False) -> Row:
+    """Returns the row, or one that returns gradients of q, k and v too.
+
+    Args:
+        row: The row.
+        passes: ``forward`` or ``both``.
+        learned: Whether the gradient of what the function reads is returned too.
+        inside: Whether the forward is rewritten here already.
+    """
+    row = replace(row, fn=rewriter.optimize(row.fn)) if inside else row
     if passes == "forward":
         return row
 
     def both(q: Any, k: Any, v: Any, *more: Any) -> Any:
-        *array, up = more
-        out, back = jax.vjp(lambda q, k, v: row.fn(q, k, v, *array), q, k, v)
-        return out, back(up)
+        *arrays, up = more
+        moving = (q, k, v, *(arrays if learned else ()))
+        still = () if learned else arrays
+        out, back = jax.vjp(lambda *x: row.fn(*x, *still), *moving)
+        return out, *back(up)
 
     return replace(row, fn=both, shapes=(*row.shapes, row.shapes[0]))
 
 
-def flex_us(function: Function, row: Row, passes: str) -> float:
-    """Returns microseconds of FlexAttention.
-
-    Raises:
-        ImportError: If PyTorch is not there.
-    """
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    b, t, n, h = row.shapes[0][0]
-    torch._dynamo.reset()  # it gives up after eight programs
-    torch.manual_seed(0)
-    make = lambda: torch.randn(b, n, t, h, device="cuda", dtype=torch.bfloat16)
-    q, k, v, up = (make() for _ in range(4))
-    array = torch.rand(*function.array, device="cuda") if function.array else None
-    mod = function.flex if array is None else functools.partial(_with, function, array)
-    mask = None
-    if function.causal:
-        see = lambda b, h, i, j: j <= i
-        mask = create_block_mask(see, None, None, t, t, device="cuda")
-    run = torch.compile(
-        lambda q, k, v: flex_attention(q, k, v, score_mod=mod, block_mask=mask),
-        dynamic=False,
-    )
-    if passes != "forward":
-        for x in (q, k, v):
-            x.requires_grad_(True)
-
-    def step() -> None:
-        out = run(q, k, v)
-        if passes != "forward":
-            torch.autograd.grad(out, (q, k, v), up)
-
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(11):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return float(np.median(times))
+def operands(row: Row, function: Function, seed: int) -> tuple[Any, ...]:
+    """Returns a row's arguments."""
+    (shape, dtype), b, t = row.shapes[0], *row.shapes[0][0][:2]
+    normal = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
+    keys = jax.random.split(jax.random.key(seed), 4)
+    arrays = function.arrays(np.random.default_rng(seed), b, t)
+    *qkv, up = map(normal, keys)
+    both = len(row.shapes) > 3 + len(arrays)
+    return (*qkv, *map(jax.device_put, arrays), *([up] if both else []))
 
 
-def _with(
-    function: Function, array: Any, x: Any, b: Any, h: Any, i: Any, j: Any
-) -> Any:
-    return function.flex(x, b, h, i, j, array)
+def compiled(row: Row, passes: str, by: str) -> Any:
+    """Returns a compiled arm and its kernels, or why there is none."""
+    shapes = tuple(jax.ShapeDtypeStruct(*x) for x in row.shapes)
+    try:
+        if by in ("written", "inside"):
+            return jax.jit(row.fn).lower(*shapes).compile(), ()
+        if by != "chosen":
+            forced = rewriter.optimize(row.fn, implementation={row.op: by})
+            sites = forced.report(*shapes).sites
+            if not any(by in str(site.kernel) for site in sites):
+                return "it does not take the function"
+        return choices.compiled(row, passes, by, shapes)
+    except Exception as problem:
+        return (str(problem).strip() or repr(problem)).splitlines()[0][:200]
+
+
+def flex_of(function: Function, row: Row) -> dict[str, Any]:
+    """Returns FlexAttention's steps, each of which ran once, or why there are none."""
+    try:
+        steps = scored_flex.prepared(function, operands(row, function, 0))
+        steps["both"]()
+        return dict(steps)
+    except Exception as problem:
+        return dict.fromkeys(PASSES, repr(problem)[:300])
+
+
+def measured(
+    row: Row, passes: str, function: Function, arms: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns a row's figures: microseconds by arm, errors, and what was chosen."""
+    made: dict[str, Any] = {"row": row.name, "pass": passes, "us": {}, "failed": {}}
+    sets = [operands(row, function, seed) for seed in range(SETS)]
+    results, programs = {}, {}
+    for by, arm in arms.items():
+        if isinstance(arm, str):
+            made["failed"][by] = arm
+        elif by == "flex":
+            results[by] = scored_flex.results(arm)
+            made["us"][by] = round(scored_flex.microseconds(arm), 1)
+        else:
+            programs[by], kernels = arm
+            some = jax.tree.leaves(programs[by](*sets[0]))
+            some = (x[:1] if x.ndim == 4 else x for x in some)
+            results[by] = [np.asarray(x, F32) for x in some]
+            if by == "chosen":
+                made["chosen"] = kernels
+    times = timing.measure(list(programs.values()), sets, TURNS)
+    for by, samples in zip(programs, times, strict=True):
+        made["us"][by] = round(1e6 * samples.median, 1)
+    made["kernels"] = {b: len(x.kernels) for b, x in zip(programs, times, strict=True)}
+    exact = next((x for x in ("written", "flex") if x in results), None)
+    if exact:
+        want = results.pop(exact)
+        apart = {by: max(map(choices.apart, x, want)) for by, x in results.items()}
+        made[f"apart from {exact}"] = apart
+    return made
+
+
+def measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
+    """Measures the functions and widths of some names."""
+    todo, made = [], []
+    with ThreadPoolExecutor(2) as pool:
+        for name in names:
+            label, width = name.rsplit(", ", 1)
+            row = row_of(label, given.batch, given.tokens, int(width))
+            function = FUNCTIONS[label]
+            for passes in PASSES:
+                one = of_pass(row, passes, function.learned)
+                todo.append((name, function, one, passes))
+                within = of_pass(row, passes, function.learned, inside=True)
+                arms = [by for by in given.arms.split(",") if by != "flex"]
+                of = {by: within if by == "inside" else one for by in arms}
+                made.append(
+                    {by: pool.submit(compiled, of[by], passes, by) for by in arms}
+                )
+            if "flex" in given.arms:
+                steps = flex_of(function, one)
+                for passes, arms in zip(PASSES, made[-2:], strict=True):
+                    arms["flex"] = done(steps[passes])
+        wait([x for arms in made for x in arms.values()])
+    rows = []
+    with in_turns.turn():
+        for (name, function, row, passes), arms in zip(todo, made, strict=True):
+            found = measured(
+                row, passes, function, {b: x.result() for b, x in arms.items()}
+            )
+            print(json.dumps(found, default=str), flush=True)
+            rows.append({"model": name, **found})
+            in_turns.write(given.json, rows)
+
+
+def done(value: Any) -> Future[Any]:
+    """Returns a future that has its result."""
+    made: Future[Any] = Future()
+    made.set_result(value)
+    return made
 
 
 def main() -> None:
     """Prints a line per row, and writes all of them."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = in_turns.parser(__doc__)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--widths", default="128,64")
-    parser.add_argument("--functions", default=",".join(FUNCTIONS).replace(", ", "; "))
-    parser.add_argument("--flex", action="store_true", help="time PyTorch too")
-    parser.add_argument("--json", type=pathlib.Path)
-    asked = parser.parse_args()
-    names = [x.strip() for x in asked.functions.split(",")]
-    todo = []
-    for name in (n.replace("; ", ", ") for n in names):
-        for width in map(int, asked.widths.split(",")):
-            function = FUNCTIONS[name]
-            row = row_of(name, function, asked.batch, asked.tokens, width)
-            todo += [(function, of_pass(row, x), x) for x in ("forward", "both")]
-    rows = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = []
-        for _, row, passes in todo:
-            shapes = tuple(jax.ShapeDtypeStruct(*x) for x in row.shapes)
-            arms = ["chosen", "hopper"]
-            arms += ["written"] if row.scores <= XLA_BYTES else []
-            one = functools.partial(pool.submit, choices.compiled, row, passes)
-            made.append({by: one(by, shapes) for by in arms})
-        wait([x for arms in made for x in arms.values()])  # time nothing beside it
-        for (function, row, passes), arms in zip(todo, made, strict=True):
-            found = choices.measured(row, passes, arms)
-            if asked.flex:
-                try:
-                    found["us"]["flex"] = round(flex_us(function, row, passes), 1)
-                except Exception as problem:
-                    found["failed"]["flex"] = repr(problem)[:300]
-            print(json.dumps(found, default=str), flush=True)
-            rows.append(found)
-            if asked.json:
-                record.write(asked.json, "python3 -m tests.bench.scored_gpu", rows=rows)
+    parser.add_argument("--arms", default="chosen,written,cudnn,flex")
+    given = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    widths = given.widths.split(",")
+    names = [f"{name}, {width}" for name in FUNCTIONS for width in widths]
+    rows = in_turns.rows_of(MODULE, names, given, measure_all)
+    if rows is not None and given.json:
+        told = f"--arms {given.arms}" + (f' --only "{given.only}"' * bool(given.only))
+        rows = [{k: x for k, x in row.items() if k != "model"} for row in rows]
+        record.write(given.json, f"python3 -m {MODULE} {told}", rows=rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def is_alone(p: Problem, seen: Seen) -> bool:
         seen: What rows see of a block.
     """
     plain = p.terms.function is not None and p.terms.only_reads
-    return plain and not (p.mask.weighs or p.averages) and seen is not Seen.ALIKE
+    return plain and not p.mask.weighs and seen is not Seen.ALIKE
 
 
 def values_and_slopes(

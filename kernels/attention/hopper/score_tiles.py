@@ -22,6 +22,7 @@ from rewriter.kernels.shared.elementwise_fast import (
     is_small_range,
     small_to_float,
 )
+from rewriter.kernels.shared.elementwise_scaled import Scaled
 from rewriter.kernels.shared.register_tiles import (
     filled,
     fused,
@@ -136,7 +137,7 @@ def _by_columns(
     small = most is not None and is_small_range((0, most))
     floats = [small_to_float(x) for x in (rows, first)] if small else []
     evaluate = functools.partial(
-        elementwise_gpu.evaluate_scaled, ranges=ranges, uniform=same, scale=scale
+        elementwise_gpu.factored_tiles, ranges=ranges, uniform=same, scale=scale
     )
     made = []
     for start in range(0, products.shape[1], AT_ONCE):
@@ -153,7 +154,11 @@ def _by_columns(
         here = functools.partial(evaluate, floats=known)
         given = _with_lookups(function, given, tables, here)
         found = here(program, given)
-        made.append(_weighed(*found, *(x[:, cut] for x in sums)) if sums else found)
+        made.append(
+            _weighed(*found, *(x[:, cut] for x in sums))
+            if sums
+            else [x.product for x in found]
+        )
     registers = [[x.registers for x in parts] for parts in zip(*made, strict=True)]
     return [
         mgpu.FragmentedArray(
@@ -163,12 +168,15 @@ def _by_columns(
     ]
 
 
-def _weighed(value: Any, slope: Any, lse: Any, rest: Any) -> list[Any]:
+def _weighed(value: Scaled, slope: Scaled, lse: Any, rest: Any) -> list[Any]:
     """Returns weights, and weights times derivatives."""
-    away = mapped(arith.subf, value, lse)
-    less = instruction("neg.f32")(rest)
-    weights = exp2(fused(away, filled(away, LOG2E), less))
-    return [weights, mapped(arith.mulf, weights, slope)]
+    minus, factor = instruction("neg.f32"), value.factor
+    if factor is None:
+        away = mapped(arith.subf, value.tile, lse)
+    else:
+        away = fused(value.tile, factor, minus(lse))
+    weights = exp2(fused(away, filled(away, LOG2E), minus(rest)))
+    return [weights, mapped(arith.mulf, weights, slope.product)]
 
 
 def _with_lookups(
@@ -184,7 +192,7 @@ def _with_lookups(
     """
     given, dtypes = list(given), dict(function.dtypes)
     for look, (address, begin) in zip(function.lookups, tables, strict=True):
-        place, index = evaluate(look.place, given)
+        place, index = (x.product for x in evaluate(look.place, given))
         found = elementwise_gpu.looked_up(address, begin + place, dtypes[look.table])
         given += elementwise_gpu.evaluate(look.found, [found, index])
     return given

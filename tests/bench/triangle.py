@@ -1,0 +1,176 @@
+"""Times triangle multiplication on a GPU: XLA as written beside what is chosen.
+
+    python3 -m tests.bench.triangle [--sizes 512,768] [--json PATH]
+
+Outgoing and incoming edges of n x n pairs of 128 channels, gated, with both layer
+norms, as AlphaFold 3 writes them, forward and with the gradients of pairs and weights.
+Microseconds on the device by CUPTI, medians of runs that take turns: as ``written``, as
+``chosen``, and with kernels that are forced for gated units, for norms and for both.
+``parts`` are the kernels of one run, those that take longest, by what they do. Times at
+the device's limits, from `rewriter.ops.device`:
+
+- ``bytes_us``: of reading and writing each array once that a program must pass between
+  its contractions: pairs, both gated projections, the product, the result.
+- ``products_us``: of all contractions.
+
+No program takes less than the larger one, and none that does not overlap both takes
+less than their sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rewriter
+from rewriter import _jax
+from rewriter.hardware import timing
+from rewriter.ops import device
+from tests.bench import record
+from tests.bench.choices import BF16, F32, apart
+
+CHANNELS, TURNS, SHOWN = 128, 9, 12
+EDGES = {"outgoing": "cik,cjk->cij", "incoming": "ckj,cki->cij"}
+PASSES = "forward", "both"
+FORCED = {
+    "units": {"gated_linear_unit": "hopper"}, "norms": {"layer_norm": "hopper"},
+    "both": {"gated_linear_unit": "hopper", "layer_norm": "hopper"},
+}  # fmt: skip
+"""Kernels that an arm is given."""
+ARMS = "written", "chosen", *FORCED
+
+
+def norm(x: Any, scale: Any, offset: Any) -> Any:
+    """Returns a layer norm, in float32 inside."""
+    wide = x.astype(F32)
+    mean = wide.mean(-1, keepdims=True)
+    variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+    made = (wide - mean) * jax.lax.rsqrt(variance + 1e-5)
+    return (made * scale + offset).astype(x.dtype)
+
+
+def multiplied(edges: str, z: Any, mask: Any, p: Any) -> Any:
+    """Returns the update of pairs [n, n, c]."""
+    x = norm(z, p["scale"], p["offset"])
+    projected = jnp.transpose(x @ p["both"], (2, 0, 1)) * mask
+    projected *= jax.nn.sigmoid(jnp.transpose(x @ p["gates"], (2, 0, 1)))
+    a, b = jnp.split(projected, 2)
+    made = jnp.transpose(jnp.einsum(EDGES[edges], a, b), (1, 2, 0))
+    made = norm(made, p["scale_2"], p["offset_2"])
+    return (made @ p["out"]) * jax.nn.sigmoid(x @ p["gate"])
+
+
+def with_gradients(edges: str, z: Any, mask: Any, p: Any, up: Any) -> Any:
+    """Returns the update, and the gradients of pairs and weights."""
+    out, back = jax.vjp(lambda z, p: multiplied(edges, z, mask, p), z, p)
+    return out, back(up)
+
+
+def operands(n: int, seed: int) -> tuple[Any, ...]:
+    """Returns pairs, a mask, weights and a cotangent."""
+    c = CHANNELS
+    shapes = {
+        "both": (c, 2 * c), "gates": (c, 2 * c), "out": (c, c), "gate": (c, c),
+    }  # fmt: skip
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    normal = lambda *shape: jax.random.normal(next(keys), shape, BF16)
+    p = {name: normal(*shape) * c**-0.5 for name, shape in shapes.items()}
+    p |= {name: jnp.ones(c, F32) for name in ("scale", "scale_2")}
+    p |= {name: jnp.zeros(c, F32) for name in ("offset", "offset_2")}
+    mask = jax.random.uniform(next(keys), (n, n)) < 0.9
+    return normal(n, n, c), mask.astype(BF16), p, normal(n, n, c)
+
+
+def compiled(edges: str, n: int, passes: str, by: str) -> Any:
+    """Returns a compiled program, and the kernels of its sites."""
+    run: Callable[..., Any] = multiplied if passes == "forward" else with_gradients
+    args = jax.eval_shape(lambda: operands(n, 0))
+    args = args if passes == "both" else args[:3]
+    fn = functools.partial(run, edges)
+    if by == "written":
+        return jax.jit(fn).lower(*args).compile(), ()
+    forced = {} if by == "chosen" else {"implementation": FORCED[by]}
+    fast = rewriter.optimize(fn, **forced)
+    sites = tuple(f"{s.form or s.op} {s.kernel}" for s in fast.report(*args).sites)
+    return fast.lower(*args).compile(), sites
+
+
+def parts_of(call: Callable[[], Any]) -> dict[str, float]:
+    """Returns microseconds of one run's kernels, by name, the longest."""
+    found: collections.Counter[str] = collections.Counter()
+    for name, seconds in _jax.kernel_seconds(call):
+        found[re.sub(r"[_.]?\d+$", "", name)[:70]] += 1e6 * seconds
+    return {name: round(us, 1) for name, us in found.most_common(SHOWN)}
+
+
+def limits(n: int, passes: str) -> dict[str, float]:
+    """Returns the microseconds at the device's limits.
+
+    A backward reads the pairs, the cotangent, both projections and the product, and
+    writes the cotangents of the product, of both projections and of the pairs; each of
+    those between contractions is read once more. Each contraction has two more.
+    """
+    on, pairs, both = device.attached(), n * n * CHANNELS, passes == "both"
+    arrays = 2 + 2 * (2 + 1) + 1  # pairs twice, what is between, the result
+    arrays += (2 + 1 + 2 + 1) + 2 * (1 + 2) + 1 if both else 0
+    flops = 2 * pairs * (n + CHANNELS * (4 + 2)) * (3 if both else 1)
+    return {
+        "bytes_us": round(1e6 * 2 * arrays * pairs / on.bandwidth, 1),
+        "products_us": round(1e6 * flops / on.flops, 1),
+    }
+
+
+def measured(edges: str, n: int, passes: str, arms: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row's figures."""
+    sets = [operands(n, seed) for seed in range(2)]
+    sets = [x if passes == "both" else x[:3] for x in sets]
+    made: dict[str, Any] = {
+        "row": f"{edges}, {n}x{n}x{CHANNELS}", "pass": passes, "us": {},
+        **limits(n, passes), "sites": {by: sites for by, (_, sites) in arms.items()},
+    }  # fmt: skip
+    want, *others = (
+        [np.asarray(x, F32) for x in jax.tree.leaves(program(*sets[0]))]
+        for program, _ in arms.values()
+    )
+    made["apart from written"] = [max(map(apart, x, want)) for x in others]
+    times = timing.measure([x for x, _ in arms.values()], sets, TURNS)
+    for by, samples in zip(arms, times, strict=True):
+        made["us"][by] = round(1e6 * samples.median, 1)
+    made["parts"] = {
+        by: parts_of(lambda x=x: x(*sets[1])) for by, (x, _) in arms.items()
+    }
+    return made
+
+
+def main() -> None:
+    """Prints a line per row, and writes all of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default="512,768")
+    parser.add_argument("--json", type=pathlib.Path)
+    given = parser.parse_args()
+    sizes = map(int, given.sizes.split(","))
+    todo = [(e, n, p) for n in sizes for e in EDGES for p in PASSES]
+    rows = []
+    with ThreadPoolExecutor(8) as pool:
+        made = [{by: pool.submit(compiled, *x, by) for by in ARMS} for x in todo]
+        for x, arms in zip(todo, made, strict=True):
+            found = measured(*x, {by: future.result() for by, future in arms.items()})
+            print(json.dumps(found, default=str), flush=True)
+            rows.append(found)
+    if given.json:
+        record.write(given.json, "python3 -m tests.bench.triangle", rows=rows)
+
+
+if __name__ == "__main__":
+    main()
