@@ -13,11 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rewriter.kernels.norms import hopper_measured
+from rewriter.kernels.norms import forward_time, hopper_measured
 from rewriter.kernels.norms.cost import cost
 from rewriter.kernels.norms.forms import is_centred
-from rewriter.kernels.norms.hopper_config import of_spec
-from rewriter.kernels.shared.hopper import PROCESSORS
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import seconds
 from rewriter.ops.kernel import Spec
@@ -40,10 +38,6 @@ NARROW = {"xla": 0.46, "hopper": 0.65}
 """The shares of both, of layer norms of 256 to 768 columns with gradients
 (``tests/bench/results/choices_h100.json``)."""
 
-NARROW_FORWARD = {True: 0.75, False: 0.85}
-"""XLA's share for forwards of rows of 512 to 1023 columns, by whether they are centred
-(``tests/bench/results/choices_h200.json``)."""
-
 ON_TPU = {True: 5 / 9, False: 5 / 7}
 """The TPU kernel's time with gradients, as a share of XLA's, by whether rows are
 centred: it reads and writes arrays of rows five times, XLA's programs for TPUs nine or
@@ -57,18 +51,18 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     work = cost(shapes, dtypes, params, passes, centred=centred)
     reached = FORWARD if passes == "forward" else WITH_GRADIENTS[centred]
     each = seconds(device, 0.0, work.bytes, memory=reached)
+    forward = device.platform == "cuda" and passes == "forward"
+    if forward and forward_time.is_modelled(spec):
+        times = forward_time.seconds(spec, device)
+        return {**times, "memory_bounded": times["xla"]}
     if device.platform != "tpu":
         both, share = passes != "forward", ON_HOPPER[centred]
         launches = SMALL if both and hopper_measured.is_small(spec) else 1
         if hopper_measured.is_narrow(spec, passes):
             reached, share = NARROW["xla"], NARROW["hopper"]
-        elif hopper_measured.is_slow_forward(spec, passes):
-            reached = NARROW_FORWARD[centred]
         each = seconds(device, 0.0, work.bytes, memory=reached, launches=launches)
         own = math.inf
         if hopper_measured.measured(spec, passes).ok:
-            if not both:
-                share *= hopper_measured.busy(of_spec(spec), PROCESSORS)
             own = seconds(device, 0.0, work.bytes, memory=share)
         return {"xla": each, "memory_bounded": each, "hopper": own}
     share = 1.0 if passes == "forward" else ON_TPU[centred]

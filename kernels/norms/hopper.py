@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.norms import by_rows, xla
+from rewriter.kernels.norms import by_rows, forward_time, xla
 from rewriter.kernels.norms.by_rows import Call
 from rewriter.kernels.norms.estimate import estimate
 from rewriter.kernels.norms.forms import kernels, refusals
@@ -24,7 +24,7 @@ from rewriter.kernels.norms.hopper_config import (
     usual,
     verdict_of,
 )
-from rewriter.kernels.norms.hopper_measured import is_slow_forward, measured
+from rewriter.kernels.norms.hopper_measured import measured
 from rewriter.kernels.norms.memory import temporary
 from rewriter.kernels.shared.hopper import by_estimate, importable, processors, runs_on
 from rewriter.kernels.shared.limits import SYMBOLIC
@@ -67,7 +67,8 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 def margin(spec: Spec, device: Device, passes: str) -> float | None:
     """Returns the share of XLA's time that is enough where both were compared."""
     del device
-    return 1.0 if is_slow_forward(spec, passes) else None
+    forward = passes == "forward" and forward_time.is_modelled(spec)
+    return forward_time.ENOUGH if forward else None
 
 
 # ------------------------------------------------------------------- its configs

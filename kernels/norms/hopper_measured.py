@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from rewriter.kernels.norms import forward_time
 from rewriter.kernels.norms.forms import is_centred
-from rewriter.kernels.norms.hopper_config import (
-    LANES,
-    TILE_ROWS,
-    Norm,
-    steps_of,
-    usual,
-)
 from rewriter.support.verdict import YES, Verdict, no
 
 if TYPE_CHECKING:
@@ -34,20 +28,9 @@ columns, tiles took 0.39 to 0.56 for layer norms, and 0.59 to 0.82 for RMS norms
 to 192 (``tests/bench/results/narrow_norms_h200.json``,
 ``choices_few_scores_h200.json``)."""
 
-FORWARD_COLUMNS, FORWARD_BYTES = range(512, 1024), 24 << 20
-"""Columns and the fewest bytes of which a forward pays. Alone, layer norms took 0.78 to
-0.88 of XLA's time on an H200, and RMS norms 0.92 to 1.00. Between a residual add and a
-product they took 0.94 to 1.01, and 1.07 where rows were of 12 MiB
-(``tests/bench/results/norms_in_programs_h200.json``)."""
-
-WIDE_BYTES = 64 << 20
-"""The bytes from which a forward of an RMS norm of 1024 columns and more is as fast by
-XLA: 16384 x 4096 took 0.95 of our time on an H100 and 0.98 on an H200. 8192 x 2048
-took 1.2 times our time on an H200, 5735 x 1536 1.35 (the shipped measurements, and
-``tests/bench/results/held_out_h200.json``)."""
-
-NARROW_AND_SMALL = {True: (range(64, 1024),), False: (range(256, 1024),)}
-"""The same of arrays below `MEASURED_BYTES`."""
+NARROW_AND_SMALL = {True: (range(64, 1024),), False: (range(384, 1024),)}
+"""The same of arrays below `MEASURED_BYTES`. RMS norms of 8193 x 256 took 1.19 of XLA's
+time on an H200, and 1024 x 384 0.88 (``tests/bench/results/norms_grid_h200.json``)."""
 
 SMALL_BYTES, SMALL_ROWS = 5 << 18, 256
 """The fewest bytes and rows that pay with gradients. Smaller arrays than
@@ -64,7 +47,7 @@ def measured(spec: Spec, passes: str) -> Verdict:
     if is_narrow(spec, passes):
         columns = _narrow(spec)
     least = MEASURED_BYTES
-    if is_slow_forward(spec, passes):
+    if passes == "forward" and forward_time.is_modelled(spec):
         return YES
     if passes != "forward" and math.prod(shape[:-1]) >= SMALL_ROWS:
         least = SMALL_BYTES
@@ -82,32 +65,6 @@ def is_narrow(spec: Spec, passes: str) -> bool:
 
 def _is_in(columns: int, ranges: tuple[range, ...]) -> bool:
     return any(columns in each for each in ranges)
-
-
-def is_slow_forward(spec: Spec, passes: str) -> bool:
-    """Returns whether XLA takes longer for a use without gradients."""
-    columns, size = spec.shape("x")[-1], _bytes_of_rows(spec)
-    if columns in MEASURED_COLUMNS:
-        most = math.inf if is_centred(spec) else WIDE_BYTES
-        return passes == "forward" and MEASURED_BYTES <= size < most
-    enough = columns in FORWARD_COLUMNS and size >= FORWARD_BYTES
-    enough = enough and columns % LANES == 0  # 576 took 1.08 of XLA's time
-    return passes == "forward" and enough
-
-
-def busy(norm: Norm, processors: int) -> float:
-    """Returns the share of teams that have rows in a forward, over all turns.
-
-    Example:
-        >>> from rewriter.kernels.norms.hopper_config import Norm
-        >>> norm = Norm(True, 0.0, 2176, 4096, "bfloat16", "bfloat16", ())
-        >>> round(busy(norm, 132), 2)
-        0.82
-    """
-    config = usual(norm, False, processors)
-    steps = -(-norm.m // TILE_ROWS) if config.tiled else steps_of(norm.m, config)
-    teams = config.programs * config.teams
-    return steps / (-(-steps // teams) * teams)
 
 
 def is_small(spec: Spec) -> bool:

@@ -17,10 +17,16 @@ def rows_of_models() -> str:
     data = json.loads(record.named(RECORD).read_text())
     rows = [_row(row) for row in data["rows"] if "chosen" in row["us"]]
     head = ("use", "pass", "default", "µs", "best other", "µs", "the default takes")
-    on = f"{data['device']}, jax {data['jax']}, {data['date']}"
+    on = f"{data['device']}, jax {data['jax']}, {_dates(data)}"
     note = f"Reproduce with `{data['command']}` ({on}, [figures]({_link()}))."
     more = f" {data['note']}" if "note" in data else ""
     return f"{table(head, rows)}\n\n{note}{more}"
+
+
+def _dates(data: dict[str, Any]) -> str:
+    """The first and the last date of rows."""
+    dates = sorted({row.get("date", data["date"]) for row in data["rows"]})
+    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
 
 
 def _link() -> str:

@@ -5,12 +5,16 @@
 
 The rows are long and short attention, decoding from caches and pages, norms, gated
 units and ragged dots. What is measured is that of `tests.bench.choices`: microseconds
-of the device by CUPTI, by arms that take turns in one process.
+of the device by CUPTI, by arms that take turns in one process. Rows of the record that
+were not measured again stay in it, with their date.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
+import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,7 +111,30 @@ def main() -> None:
     names = list({row.name: None for row in every()})
     found = in_turns.rows_of("tests.bench.rows_of_models", names, given, measure)
     if found is not None and given.json:
-        record.write(given.json, COMMAND, rows=found)
+        record.write(given.json, COMMAND, rows=joined(found, given.json, names))
+
+
+def joined(
+    found: Sequence[Any], path: pathlib.Path, names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Returns the new rows, and those of a record that were not measured again.
+
+    Args:
+        found: The new rows.
+        path: The record, if there is one.
+        names: All rows, in order.
+    """
+    today = datetime.date.today().isoformat()
+    data = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    every = {
+        (row["row"], row["pass"]): {"date": data.get("date"), **row}
+        for row in data["rows"]
+    }
+    every |= {(row["row"], row["pass"]): {**row, "date": today} for row in found}
+    kept = [row for (name, _), row in every.items() if name in names]
+    return sorted(
+        kept, key=lambda row: (names.index(row["row"]), row["pass"] == "both")
+    )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def test_a_device_and_its_target_choose_alike() -> None:
 RECORDED = "held_out_seed8_h200"
 
 CHANGED = {"causal 4x944x2/1x80"}
-"""Rows for which another kernel is chosen since they were measured."""
+"""Rows for which another kernel is chosen since they were measured. Forwards of norms
+are chosen by another model since."""
 
 
 @pytest.mark.once
@@ -62,9 +63,10 @@ def test_a_target_chooses_what_an_h200_chose() -> None:
     programs = {row.name: row for row in held_out.drawn_rows(8, 50)}
     compared = 0
     for row in json.loads(record.named(RECORDED).read_text())["rows"]:
-        if row["row"] in CHANGED:
+        norm = programs[row["row"]].op.endswith("_norm")
+        if row["row"] in CHANGED or (norm and row["pass"] == "forward"):
             continue
         (site,) = chosen(programs[row["row"]], row["pass"], target="h200")
         assert site[1] == row["chosen"][0].split(" ")[0], row["row"]
         compared += 1
-    assert compared == 98
+    assert compared == 88
