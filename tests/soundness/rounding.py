@@ -9,8 +9,8 @@ end, or those above zero apart from those below. If products overflow, their ord
 decides between an infinity and NaN. So does a fused multiply-add, which rounds no
 product: with it an infinity stays one when a product of the other sign overflows.
 
-Where a product is subtracted from something, half of the runs round it once more, as
-a fused multiply-add does. Scores of 1e30 and their own maximum then differ by 1e22.
+Where a product is added to something or summed up, half of the runs round it once more,
+as a fused multiply-add does. Scores of 1e30 and their own maximum then differ by 1e22.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _fused(
     args: Sequence[Any],
     products: Sequence[bool],
 ) -> Any:
-    """What an equation gives; a product that it adds or subtracts is rounded anew."""
-    if eqn.primitive.name in ("add", "sub"):
+    """What an equation gives; a product that it adds or sums up is rounded anew."""
+    if eqn.primitive.name in ("add", "sub", "reduce_sum"):
         both = zip(args, products, strict=True)
         args = [_off(x, draw) if new else x for x, new in both]
     return bind(eqn, args, products)
