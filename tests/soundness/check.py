@@ -147,7 +147,7 @@ def _both(
     way: Way, programs: Sequence[Program], given: Any, originals: dict[Any, Any]
 ) -> tuple[tuple[Any, Any], Any]:
     """Results of both, and the rewritten function."""
-    kind = way is FORWARD
+    kind = way.name == FORWARD.name
     if kind not in originals:
         originals[kind] = passes.compiled(way.original(programs))(given)
     fast = way.rewritten(programs)
@@ -243,7 +243,9 @@ def _alone(
 ) -> Iterator[Finding]:
     """Findings of one program, which is compared by what rounding changes in it."""
     of = lambda p: lambda v: way.original([p])([v])[0]
-    original = alone.setdefault((way is FORWARD, program), Original(of, program, own))
+    original = alone.setdefault(
+        (way.name == FORWARD.name, program), Original(of, program, own)
+    )
     before = original.result
     if before is None:
         return
@@ -257,11 +259,11 @@ def _alone(
         return
     if not any(_differences(program, own, way, before, after)):
         return
-    if way is not FORWARD and allowed.stable(program) != program:
+    if way.name != FORWARD.name and allowed.stable(program) != program:
         before = _nan_where_rows_overflow(before, after)
     ignored = _behind_masks(original, before, after)
     kinds = ("others", "rounded", "of_fixed_top", "by_total")  # each takes longer
-    for variants in kinds[: 3 if way is FORWARD else 4]:
+    for variants in kinds[: 3 if way.name == FORWARD.name else 4]:
         others = getattr(original, variants)
         found = _differences(program, own, way, before, after, others, ignored)
         if not any(found):
@@ -271,7 +273,7 @@ def _alone(
     names = [program.arguments[i].name for i in program.operands]
     for name, one in zip(names, found, strict=False):
         if one is not None:
-            of = "" if way is FORWARD else f"gradient of {name} "
+            of = "" if way.name == FORWARD.name else f"gradient of {name} "
             yield Finding(program, way.name, f"{of}{one}")
             return
 
@@ -325,17 +327,17 @@ def _differences(
     ignored: Sequence[np.ndarray] | None = None,
 ) -> list[compare.Difference | None]:
     """What differs in each array of a result."""
-    entries = program.entries and way is FORWARD
+    entries = program.entries and way.name == FORWARD.name
     found = []
     for i, (a, b) in enumerate(zip(before, after, strict=True)):
-        floor = 0.0 if way is FORWARD else _floor(program, own, i)
+        floor = 0.0 if way.name == FORWARD.name else _floor(program, own, i)
         if others is None or ignored is None:
             allowed = tolerance.basic(a, program.eps, entries, floor)
             skipped = None
         else:
             allowed = tolerance.sensitive(a, program.eps, entries, floor, others, i)
             skipped = compare.borderline(a, others, i) | ignored[i]
-            strict = way is FORWARD and program.kind in ATTENTION
+            strict = way.name == FORWARD.name and program.kind in ATTENTION
             skipped |= tolerance.undetermined(a, others, i)
             skipped |= compare.in_range(a, b, others, i, program.eps, strict, floor)
         found.append(compare.difference(a, b, allowed, skipped))

@@ -31,6 +31,9 @@ DRAWS = 12
 """How many runs tell what rounding decides."""
 OFF = 4
 """How much larger than what differs between them a difference may be."""
+OFF_OF_GRADIENTS = 20
+"""The same of gradients of attention by queries and keys: kernels subtract the sum of a
+row's rounded result times its cotangent, the program a sum of the same products."""
 
 NEAR = 1e-2
 """How far from float64 the original is by rounding. If it is further off, float64 does
@@ -53,7 +56,8 @@ class Variants:
         right: The same of programs that may be computed instead, see `allowed`, and
             those in the program's own precision: float64 may not round a number to 0.
         unseen: Entries of rows of which every key that is kept has a score of -inf, in
-            float64 or in the program's own precision.
+            float64 or in the program's own precision, or one so low that a fused
+            multiply-add takes it for its own maximum no more.
         nudged: With operands that differ in their last bit, by several draws.
         perturbed: With those that differ in their last three bits.
         rounded: With every result off by its last bits, by several draws; none at
@@ -114,10 +118,10 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
         ]
     )
     bottomless = allowed.bottomless(program)
-    unseen = [
-        np.isnan(x) | np.isnan(y)
-        for x, y in zip(exactly(bottomless), as_is(bottomless), strict=True)
-    ]
+    own = program.operands
+    bare = [exactly(bottomless), as_is(bottomless)]
+    bare += [rounding.rounded(of(bottomless), values, own, seed) for seed in (1, 3)]
+    unseen = [np.isnan(x).any(0) for x in map(np.array, zip(*bare, strict=True))]
     if any(map(np.any, unseen)):
         usual = _exact(of(bottomless), program, _usual(program, values))
         unseen = [x & ~np.isnan(y) for x, y in zip(unseen, usual, strict=True)]
@@ -201,7 +205,8 @@ def sensitive(
     inexact = apart(others.exact)
     changes = FACTOR * (apart(others.eager) + np.minimum(inexact, by_last_bit))
     near = np.where(inexact <= NEAR * scale(mine, entries), 4 * inexact, 0.0)
-    off = OFF * np.max([np.zeros_like(mine), *map(apart, others.rounded)], axis=0)
+    most = OFF_OF_GRADIENTS if floor else OFF  # what cancels has a floor
+    off = most * np.max([np.zeros_like(mine), *map(apart, others.rounded)], axis=0)
     return basic(original, eps, entries, floor) + changes + near + off
 
 
