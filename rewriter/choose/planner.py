@@ -19,7 +19,12 @@ from rewriter.config import Config
 from rewriter.find.match import Match
 from rewriter.find.region import Regions
 from rewriter.gradients.backward import Backward
-from rewriter.gradients.backward_place import home_of, lies_at, residuals_place
+from rewriter.gradients.backward_place import (
+    has_no_room,
+    home_of,
+    lies_at,
+    residuals_place,
+)
 from rewriter.gradients.insertion_point import obstacle, places
 from rewriter.measure.key import BOTH, FORWARD, Key, key_of
 from rewriter.measure.live_products import SAVED, WHY, with_live_products
@@ -37,6 +42,7 @@ from rewriter.site.shards import Shards
 
 DIFFERS = "verify found that its numbers differ from those of the program as written"
 UNREACHED = "they are in another loop, branch or checkpoint than the result"
+NO_ROOM = "a checkpoint would save more bytes for them than it does as written"
 
 
 def planned(
@@ -84,7 +90,9 @@ def _with_home(facts: Facts, regions: Regions) -> Facts:
         return facts
     home = residuals_place(facts.backward, regions, facts.match)
     if home is None:
-        return replace(facts, backward=None, no_backward=UNREACHED)
+        crowded = has_no_room(facts.backward, regions, facts.match)
+        why = NO_ROOM if crowded else UNREACHED
+        return replace(facts, backward=None, no_backward=why)
     return replace(facts, home=home)
 
 

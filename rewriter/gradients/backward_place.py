@@ -56,6 +56,19 @@ def residuals_place(
     return _in_recomputation(backward, regions, match, body) if gives_up else None
 
 
+def has_no_room(backward: Backward, regions: Regions, match: Match) -> bool:
+    """Whether a checkpoint's gradients have no place because it saves too few bytes.
+
+    Args:
+        backward: Gradients without a `residuals_place`.
+        regions: The walks over the program's graph.
+        match: The replaced forward.
+    """
+    graph = regions.graph
+    body, _ = home_of(_scope_of_gradients(backward, graph))
+    return body.runs_again and not _gives_up(backward, graph, match, body)
+
+
 def _in_recomputation(
     backward: Backward, regions: Regions, match: Match, body: Scope
 ) -> tuple[tuple[Scope, int], int] | None:

@@ -110,3 +110,25 @@ def test_the_gradient_of_a_scale_alone_needs_no_scale() -> None:
     assert fast.report(X, G[0], H[0]).counts(backward=True)["layer_norm"] == 1
     got, wanted = (f(X, G[0], H[0]) for f in (fast, jax.jit(step)))
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def unit(weights: Any, x: Any) -> Any:
+    gate, up, down = weights
+    return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def test_weights_that_do_not_learn_leave_no_room_in_a_checkpoint_of_products():
+    """Their gradients read no x, so that the policy saves none. The report says why."""
+    shapes = (1024, 4096), (1024, 4096), (4096, 1024)
+    weights = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    x = jax.ShapeDtypeStruct((4, 2048, 1024), jnp.bfloat16)
+
+    def report(wrt: Any) -> str:
+        layer = jax.checkpoint(unit, policy=POLICIES.dots_saveable)
+        total = lambda w, x: jnp.sin(layer(w, jnp.tanh(x))).astype(jnp.float32).sum()
+        step = jax.grad(total, wrt)
+        return str(rewriter.explain(step, target="NVIDIA H100 80GB HBM3")(weights, x))
+
+    why = "a checkpoint would save more bytes for them than it does as written"
+    assert why in report(1)
+    assert why not in report((0, 1))
