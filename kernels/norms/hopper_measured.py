@@ -47,9 +47,9 @@ def measured(spec: Spec, passes: str) -> Verdict:
     if is_narrow(spec, passes):
         columns = _narrow(spec)
     least = MEASURED_BYTES
-    if passes == "forward" and forward_time.is_modelled(spec):
-        return YES
-    if passes != "forward" and math.prod(shape[:-1]) >= SMALL_ROWS:
+    if passes == "forward":
+        columns, least = (forward_time.COLUMNS,), forward_time.LEAST_BYTES
+    elif math.prod(shape[:-1]) >= SMALL_ROWS:
         least = SMALL_BYTES
     if _is_in(shape[-1], columns) and size >= least:
         return YES
