@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ from rewriter.kernels.linear_cross_entropy.row_statistics import (
     Reduced,
     of_product,
     reduced,
+    reduced_and_held,
 )
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.kernels.shared.loops import zero_after
@@ -145,7 +146,7 @@ def forward(
         steps: What is done with the products of a block.
         **how: Parameters of the op, as in `reference`.
     """
-    config = config or chunks.DEFAULT
+    config = (config or chunks.DEFAULT).of_passing
     head, loss = head_and_loss(x, w, bias, first, config, swapped, **how)
     rows, columns = _sizes(head, x, config)
 
@@ -297,7 +298,13 @@ def _like(
 
 
 def _gradients(
-    head: Head, loss: Loss, known: Rows, sums: Rows, columns: int, added: bool
+    head: Head,
+    loss: Loss,
+    known: Rows,
+    sums: Rows,
+    columns: int,
+    added: bool,
+    in_sums: bool = False,
 ) -> tuple[Rows, Rows]:
     """Sums with the cotangents of some rows, and ``{"x": those of the rows}``.
 
@@ -309,6 +316,7 @@ def _gradients(
         sums: Cotangents of weights and bias so far.
         columns: Classes of a chunk.
         added: Whether these are added to `sums`, and not put there.
+        in_sums: Whether the product lies in the first rows of ``sums["w"]``.
     """
     rows, product = known["x"], known.get("product")
     dtypes = {n: s.dtype for n, s in sums.items()}
@@ -329,7 +337,10 @@ def _gradients(
     def step(start: Any, size: int, carry: Any) -> Any:
         dx, sums = carry
         some = head.chunk(start, size)
-        if product is None:
+        if in_sums:
+            part = lax.dynamic_slice(sums["w"], (0, start), (rows.shape[0], size))
+            part = lax.optimization_barrier(part)  # read before it is replaced
+        elif product is None:
             part = some.product(rows)
         else:
             part = lax.dynamic_slice_in_dim(product, start, size, 1)
@@ -384,8 +395,13 @@ def together(
     up = cotangent.astype(head.wide)
     parts = _rows(head, x, labels, other, share, cotangent=up)
     one = other is None
-    if config.beside is not None and one and in_place.takes(head, count, w.shape[1]):
-        out, dx, sums = in_place.together(head, loss, parts, config, steps)
+    made: Any = None
+    if one and _has_room(head, count, w.shape[1], config):
+        made = _by_classes(head, loss, parts, config)
+    elif config.beside is not None and one and in_place.takes(head, count, w.shape[1]):
+        made = in_place.together(head, loss, parts, config, steps)
+    if made is not None:
+        out, dx, sums = made
         out = _by_row(out, labels).astype(out_dtype or head.wide)
         return out, _like(x, w, bias, dx, sums)
     rows = chunks.whole_rows(count, classes, size, config)
@@ -423,6 +439,38 @@ def together(
         return out, found
     apart = _by_row(made["apart"], labels)
     return out, found | cotangents_of_shares(share, cotangent, apart)
+
+
+def _has_room(head: Head, count: int, classes: int, config: Chunk) -> bool:
+    """Whether the weights' gradient has room for the logits of all rows."""
+    k, v = head.w.shape
+    alike = head.w.dtype == head.held == head.narrow == head.wide
+    room = not head.turned and v == classes and 0 < count <= k
+    return room and alike and config.beside == 0 and not config.whole
+
+
+def _by_classes(
+    head: Head, loss: Loss, rows: Rows, config: Chunk
+) -> tuple[jax.Array, jax.Array, Rows]:
+    """Losses, cotangents of rows, and those of the weights and the bias.
+
+    It goes over chunks of classes twice. First it puts logits where the weights'
+    gradient will be. Then it reads them, and puts the gradient there. So logits are
+    computed once, and no gradient is added up.
+    """
+    x, labels = rows["x"], loss.labels(rows["labels"])
+    some = replace(config, passing=2 * config.passing)  # by less, products are slower
+    columns = _sizes(head, x, some.of_passing)[1]
+    sums = _zeros(head, False, rows["cotangent"])
+    held = reduced_and_held(head, x, loss.picks(labels), columns, sums["w"])
+    sums["w"], (row, picked, below) = held
+    row = loss.total(row)
+    results = loss.results(row, picked, below, labels)
+    known = {**rows, "classes": labels, **row._asdict()}
+    if columns == head.classes:
+        known["product"] = sums["w"][: x.shape[0]]
+    sums, found = _gradients(head, loss, known, sums, columns, False, in_sums=True)
+    return results["out"], found["x"], sums
 
 
 def _in_two_passes(

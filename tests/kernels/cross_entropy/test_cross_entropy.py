@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rewriter
 from rewriter.kernels.linear_cross_entropy import chunks as of_chunks
 from rewriter.kernels.linear_cross_entropy import xla
 from rewriter.ops.registry import registry
@@ -58,6 +59,7 @@ BLOCKS = {
     "all rows, padded": of_chunks.Chunk(1 << 20, 4, True, 8, True),
     "classes, padded": of_chunks.Chunk(4 * 4 * 8, 4, False, 8, True),
     "in place": of_chunks.Chunk(9 * 4 * 4, least=4, beside=2),
+    "by classes": of_chunks.Chunk(9 * 4 * 4, 4, beside=0, passing=3 * 4 * 4),
     "in place, one by one": of_chunks.Chunk(11 * 4, least=4, beside=0),
     "in place, all": of_chunks.Chunk(least=4, beside=9),
 }
@@ -226,6 +228,27 @@ def test_gradients_hold_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> No
     assert memory(bound) < 0.6 * logits
 
 
+@pytest.mark.parametrize("shape", [(512, 1024, 32000), (1024, 64, 32000)])
+def test_a_cpu_needs_a_tenth_of_the_memory(shape: tuple[int, int, int]) -> None:
+    """Few rows have their logits where the gradient of the weights will be."""
+    n, k, v = shape
+    floats = [jax.ShapeDtypeStruct(s, "float32") for s in ((n, k), (k, v))]
+    labels = jax.ShapeDtypeStruct((n,), "int32")
+
+    def loss(x, w, labels):
+        logs = jax.nn.log_softmax(x @ w)
+        return -jnp.take_along_axis(logs, labels[:, None], -1).mean()
+
+    def memory(f: Any) -> int:
+        run = jax.jit(f).lower(*floats, labels).compile()
+        return run.memory_analysis().temp_size_in_bytes
+
+    forced = {"linear_cross_entropy": "memory_bounded"}
+    for program in (loss, jax.value_and_grad(loss, (0, 1))):
+        fast = rewriter.optimize(program, implementation=forced)
+        assert 10 * memory(fast) <= memory(program)
+
+
 @pytest.mark.parametrize("config", BLOCKS)
 @pytest.mark.parametrize(
     ("rows", "swapped"), [(3, ()), (8, ()), (9, ()), (3, ("w",)), (9, ("w",))]
@@ -234,6 +257,7 @@ def test_results_and_gradients_together(
     rows: int, swapped: tuple[str, ...], config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of four rows and a rest, or all at once; eleven classes, padded to 16."""
+    monkeypatch.setattr(of_chunks, "NARROW", 4)
     monkeypatch.setattr(of_chunks, "DEFAULT", BLOCKS[config])
     op = registry().op("linear_cross_entropy")
     shapes = {**BIASED, "x": (rows, 4), "labels": (rows,)}
