@@ -151,19 +151,6 @@ def barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-def barriers_of_cluster(count: int, axis: str, arrivals: int = 1) -> Any:
-    """Returns `barriers` at which each arrival counts in all blocks of a cluster.
-
-    Args:
-        count: The number of barriers.
-        axis: The axis along which the cluster's blocks differ.
-        arrivals: Those of each block.
-    """
-    return plgpu.ClusterBarrier(
-        collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
-    )
-
-
 def loaded(reference: Any, layout: Any, optimized: bool = True) -> Array:
     """Returns [n] of memory in registers: for rows or for columns.
 

@@ -6,7 +6,7 @@ Each entry has the name of a pass, its step, and when it runs. `rewriting` runs 
 from __future__ import annotations
 
 from rewriter.program import fold
-from rewriter.program.prepare import slices_before_loops
+from rewriter.program.prepare import slices_before_loops, whole_products
 from rewriter.rewrite.passes import (
     activations,
     aligned_products,
@@ -72,6 +72,16 @@ PREPARE = (
         optional=True,
     ),
     Pass("sums_of_rows", steps.sum_rows_first, lambda p: p.has_losses),
+    Pass(
+        "whole_products",
+        steps.multiply_whole_matrices,
+        lambda p: (
+            bool(p.patterns)
+            and "dot_general" in p.primitives
+            and not p.primitives.isdisjoint(whole_products.PARTS)
+        ),
+        optional=True,
+    ),
 )
 """The passes before the search for sites."""
 

@@ -36,6 +36,7 @@ from rewriter.program.prepare import (
     slices_before_loops,
     sums_of_cotangents,
     sums_of_rows,
+    whole_products,
 )
 from rewriter.program.prepare.joined_losses import join
 from rewriter.program.prepare.platform_branches import take_branches
@@ -131,6 +132,12 @@ def sum_each_cotangent(program: Program) -> Program:
 def sum_rows_first(program: Program) -> Program:
     """Splits a sum over rows and columns: first over columns, then over rows."""
     return replace(program, closed_jaxpr=sums_of_rows.split(program.closed_jaxpr))
+
+
+def multiply_whole_matrices(program: Program) -> Program:
+    """Multiplies by a widened matrix at once, not by each of its parts."""
+    made = whole_products.multiply_whole(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=made)
 
 
 def leave_out_equal_layers(program: Program) -> Program:

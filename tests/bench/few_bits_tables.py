@@ -25,6 +25,34 @@ def packed_dot() -> str:
     return _noted(table(head, rows), data)
 
 
+NAMES = {"int4 groups": "int4"}
+"""PyTorch's names of kinds of matrices."""
+
+
+def few_rows() -> str:
+    """One row per kind and size of a matrix, in microseconds: XLA, PyTorch and ours."""
+    cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for name in ("few_rows_tried", "few_rows_tried_later"):
+        data = _data(name)
+        for row in data.get("rows", ()) or data["results"]:
+            size = row["rows"], row["summed"], row["columns"]
+            by = "ours" if row.get("default") or row["by"] == "chosen" else row["by"]
+            cases.setdefault((row["kind"], *size), {})[by] = row
+    torch = _data("quantized_dot_torch")
+    peers = {(x["kind"], *x["m, k, n"], x["by"]): x for x in torch["rows"]}
+    rows = []
+    for (kind, *size), by in sorted(cases.items()):
+        if "ours" not in by:
+            continue
+        key = NAMES.get(kind, kind), *size
+        others = by.get("xla"), *(peers.get((*key, x)) for x in ("kernel", "compiled"))
+        times = [f"{x['us']:.0f}" if x else "" for x in others]
+        ours, share = f"{by['ours']['us']:.1f}", f"{100 * by['ours']['share']:.0f} %"
+        rows.append((", ".join(map(str, size)), kind, *times, ours, share))
+    head = ("rows, summed, columns", "matrix", "as written", "PyTorch's kernel")
+    return table((*head, "`torch.compile`", "ours", "of 4.8 TB/s"), rows)
+
+
 def quantized_unit() -> str:
     """One row per kind and size of a unit, in microseconds."""
     data = _data("quantized_unit")

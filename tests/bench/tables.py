@@ -782,6 +782,7 @@ TABLES = {
     "quantized_cache": quantized_cache,
     "rows_of_models": choices_table.rows_of_models,
     "packed_dot": few_bits_tables.packed_dot,
+    "few_rows": few_bits_tables.few_rows,
     "quantized_unit": few_bits_tables.quantized_unit,
     "quantized_rows": few_bits_tables.quantized_rows,
     "latent_decode": latent_decode,

@@ -32,6 +32,10 @@ IN_FOUR, ALONE = 16, ("int8", 128, 1)
 """The most rows for which four warpgroups in turns, by warps, are faster, and the
 matrix, columns and blocks for which they were measured."""
 
+DEEP = 32 << 10, 8
+"""Bytes of the matrix that a step of one tile of rows should have, and the fewest steps
+of a block for which that was measured."""
+
 CHUNK = 64
 """What tensor cores take of the summed axis at once: rows of 128 bytes."""
 
@@ -57,7 +61,6 @@ class Tiles:
         across: Warpgroups that share a step, each with columns of its own.
         splits: Blocks that share columns, each with a part of the summed axis.
         by_warps: Whether tensor cores of warps multiply, and not those of warpgroups.
-        shares: Blocks of different columns that copy rows for each other.
     """
 
     block_n: int = 128
@@ -67,12 +70,6 @@ class Tiles:
     across: int = 1
     splits: int = 1
     by_warps: bool = False
-    shares: int = 1
-
-    @property
-    def cluster(self) -> int:
-        """Blocks of a cluster."""
-        return self.splits * self.shares
 
     @property
     def computing(self) -> int:
@@ -154,17 +151,29 @@ def default(spec: Spec, device: Device) -> Tiles:
         int4, warpgroups      13.4     14.6      43.0     45.5
         int4, warps           12.5               40.2     47.2
 
-    Differences of less than 1 µs on the right are noise.
+    Differences of less than 1 µs on the right are noise. Later, steps of 256 of the
+    summed axis took 15.7 in place of 16.8 of int8, and 12.3 and 38.2 in place of 12.6
+    and 40.3 of int4 (``tests/bench/results/few_rows_tried_later_h200.json``).
     """
     own = wanted = of_warpgroups(spec, device)
     rows = padded(sizes(spec)[0])
     if transposed(spec):  # not measured
         return own
     if rows <= ONE_TILE:
-        wanted = replace(own, by_warps=True)
+        wanted = replace(_deeper(own, spec), by_warps=True)
     elif rows <= IN_FOUR and (spec.dtype("w"), own.block_n, own.splits) == ALONE:
         wanted = replace(own, turns=4, stages=8, by_warps=True)
     return wanted if fits(wanted, spec, device).ok else own
+
+
+def _deeper(config: Tiles, spec: Spec) -> Tiles:
+    """A config with steps twice as deep, where these are no larger than `DEEP`."""
+    k, depth, (most, fewest) = sizes(spec)[1], 2 * config.depth, DEEP
+    large = depth * config.block_n * bits_of(spec) // 8 > most
+    whole = k % depth == 0 and _whole_groups(spec, depth)
+    if large or not whole or k // depth < fewest * config.splits:
+        return config
+    return replace(config, depth=depth, stages=4)
 
 
 def of_warpgroups(spec: Spec, device: Device) -> Tiles:
@@ -245,14 +254,6 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
         found.append(no("stages", text))
     if config.splits > min(CLUSTER, k // config.depth):
         found.append(no("splits", f"{config.splits} blocks for {k} summed numbers"))
-    if config.shares > 1 and (
-        config.splits > 1
-        or n // config.block_n % config.shares
-        or m % (8 * config.shares)
-        or config.shares > CLUSTER
-    ):
-        text = f"{config.shares} blocks cannot share {m} rows"
-        found.append(no("shares", text))
     if (size := config.shared_memory(spec)) > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))

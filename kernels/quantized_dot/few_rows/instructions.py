@@ -129,13 +129,6 @@ def add_joined(
     return run(list(sums), list(products), right, list(joined))
 
 
-def _fence() -> None:
-    """Orders registers that were written before the products that read them."""
-    void = ir.Type.parse("!llvm.void")
-    text = "wgmma.fence.sync.aligned;"
-    llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)
-
-
 def _waited(sums: Sequence[Any]) -> list[Any]:
     """Sums whose products are done."""
     void = ir.Type.parse("!llvm.void")
@@ -216,18 +209,18 @@ class Step:
         """Sums plus the products of the step."""
         if self.use.config.by_warps:
             return warp_products.added(sums, left, self)
-        flying = [mgpu.WGMMAAccumulator.from_registers(x) for x in sums]
+        sums = list(sums)
         for chunk, rows in enumerate(left):
             turned = mgpu.memref_transpose(rows, (1, 0, 3, 2))
             operands = self.operands(chunk)
-            if chunk:
-                _fence()
-            # Products of a chunk are computed while the next one is widened.
-            flying = [
+            before = [mgpu.WGMMAAccumulator.from_registers(x) for x in sums]
+            after = [
                 mgpu.wgmma(x, operand, turned, swizzle=pallas_gpu.SWIZZLE)
-                for x, operand in zip(flying, operands, strict=True)
+                for x, operand in zip(before, operands, strict=True)
             ]
-        return _waited(flying)
+            # Widening all chunks before one wait took 71 instead of 62 µs on an H200.
+            sums = _waited(after)
+        return sums
 
     def operands(self, chunk: int) -> list[Any]:
         """Numbers of `CHUNK` rows as operands, for each 64 rows of tensor cores."""

@@ -7,8 +7,7 @@ where tensor cores multiply them, and adds up its own sums. So stored numbers ar
 once from global and once from shared memory, and widened ones never leave registers.
 
 Several blocks may share columns, each with a part of the summed axis. They are a
-cluster: in the end each adds up some of the sums of all of them, in a fixed order. Or
-blocks of a cluster have columns of their own, and copy rows for each other.
+cluster: in the end each adds up some of the sums of all of them, in a fixed order.
 
 Tensor cores compute the transposed result: the matrix's columns are their rows, of
 which they take 64 at once, and the few rows their columns.
@@ -185,8 +184,6 @@ def rows_times_matrix(
         scratch["table"] = plgpu.SMEM(table[0].shape, jnp.float32)
         scratch["table_ready"] = pallas_gpu.barriers(1)
 
-    clusters = n // config.block_n // config.shares
-
     def body(lhs: Any, matrix: Any, *references: Any, **shared: Any) -> None:
         *arrays, out = references
         codebook = arrays.pop() if table else None
@@ -195,7 +192,7 @@ def rows_times_matrix(
 
     return pallas_gpu.kernel(
         body, name, [jax.ShapeDtypeStruct((m, n), use.dtype)], scratch,
-        clusters, config.computing + 1, config.cluster, PART,
+        n // config.block_n, config.computing + 1, config.splits, PART,
     )(lhs, matrix, *joined, *behind, *table)[0]  # fmt: skip
 
 
@@ -215,9 +212,6 @@ def shared_memory(
     rows, parts = padded(m), config.chunks
     copies = config.copies(wide, arrays)
     parts_of = [_part(use, x, k) for x in joined]
-    free = pallas_gpu.barriers(config.stages, config.across)
-    if config.shares > 1:
-        free = pallas_gpu.barriers_of_cluster(config.stages, PART, config.across)
     return {
         "left": pallas_gpu.tiles_and_rows(
             (config.stages * parts, rows, CHUNK),
@@ -233,7 +227,7 @@ def shared_memory(
         ],
         "partial": plgpu.SMEM((config.turns, rows, config.block_n), jnp.float32),
         "ready": pallas_gpu.barriers(config.stages, copies),
-        "free": free,
+        "free": pallas_gpu.barriers(config.stages, config.across),
     }
 
 
@@ -275,16 +269,10 @@ class Block:
         )  # fmt: skip
 
     @property
-    def index(self) -> Any:
-        """The block's number among those of other columns."""
-        at, shares = lax.axis_index(pallas_gpu.PROGRAM), self.use.config.shares
-        return at if shares == 1 else at * shares + lax.axis_index(PART)
-
-    @property
     def column(self) -> Any:
         """The block's first column."""
         wide = self.use.config.block_n
-        return pl.multiple_of(self.index * wide, wide)
+        return pl.multiple_of(lax.axis_index(pallas_gpu.PROGRAM) * wide, wide)
 
     @property
     def steps(self) -> tuple[Any, Any]:
@@ -334,9 +322,8 @@ class Block:
                     rows = self.lhs.shape[0]  # products of the others are not stored
                     place = place.at[pl.ds(0, rows)]
                 plgpu.copy_gmem_to_smem(
-                    self.lhs.at[pl.ds(0, rows), along], place, ready,
-                    collective_axes=PART if config.shares > 1 else None,
-                )  # fmt: skip
+                    self.lhs.at[pl.ds(0, rows), along], place, ready
+                )
             self.copy_joined(row, slot, ready)
 
         lax.fori_loop(0, end - first, one, None)
@@ -422,8 +409,6 @@ class Block:
             else:
                 made = instructions.multiply(zeros, right, parts, (), (), self.use)
                 sums = instructions.add_joined(sums, made, right, joined, self.use)
-            if config.shares > 1:
-                threads.meet_in_warpgroup()  # one thread arrives for all
             plgpu.barrier_arrive(x["free"].at[slot])
             return sums
 

@@ -45,17 +45,6 @@ def meet() -> None:
     run()
 
 
-def meet_in_warpgroup() -> None:
-    """Waits until all threads of the warpgroup are here."""
-
-    @plgpu.inline_mgpu()
-    def run(context: Any) -> None:
-        del context
-        mgpu.warpgroup_barrier()
-
-    run()
-
-
 def _key(name: str, row: str, size: int) -> str:
     """Instructions for what the pieces of a row of 128, 64 or 32 bytes are xored by."""
     shift = {128: 0, 64: 1, 32: 2}[size]

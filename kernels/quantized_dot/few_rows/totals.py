@@ -15,7 +15,7 @@ from jaxlib.mlir.dialects import llvm
 
 from rewriter.kernels.quantized_dot.few_rows import registers
 from rewriter.kernels.quantized_dot.few_rows.config import Tiles
-from rewriter.kernels.quantized_dot.few_rows.registers import constant, emit, f32
+from rewriter.kernels.quantized_dot.few_rows.registers import emit, f32
 from rewriter.kernels.quantized_dot.few_rows.threads import (
     Thread,
     address,
@@ -103,7 +103,7 @@ def add_up(
         del context
         stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
         walk = Fours.of(rows, wide, config.computing + 1, config.splits)
-        bases = in_blocks(partial, config.splits)
+        bases = [in_block(address(partial), r) for r in range(config.splits)]
         for four in walk.turns():
             sums = _of_all(bases, four.place, warpgroups, rows * wide)
             joined = [_four_of(x, four.column) for x in behind]
@@ -167,7 +167,7 @@ def join_branches(
         del context
         stride = ir.MemRefType(out.type).get_strides_and_offset()[0][0]
         walk = Fours.of(rows, half, config.computing + 1, config.splits)
-        bases = in_blocks(partial, config.splits)
+        bases = [in_block(address(partial), r) for r in range(config.splits)]
         for four in walk.turns():
             text = f"mad.lo.u32 $0, $1, {wide // 4}, $2;"
             place = emit(text, [four.row, four.column])
@@ -306,9 +306,7 @@ class Fours:
     def of(cls, rows: int, wide: int, warpgroups: int, splits: int) -> Fours:
         """Reads the thread's numbers."""
         thread = emit("mov.u32 $0, %tid.x;", [], effects=True)
-        rank = constant(0)
-        if splits > 1:
-            rank = emit("mov.u32 $0, %cluster_ctarank;", [], effects=True)
+        rank = emit("mov.u32 $0, %cluster_ctarank;", [], effects=True)
         return cls(rows, wide, warpgroups, splits, thread, rank)
 
     def turns(self) -> Iterator[Four]:
@@ -325,12 +323,6 @@ class Fours:
             column = emit(f"rem.u32 $0, $1, {self.wide // 4};", [place])
             limit = min(threads, count - first)
             yield Four(place, row, column, self.thread, limit)
-
-
-def in_blocks(memory: Any, splits: int) -> list[Any]:
-    """Returns addresses of shared memory in all blocks that share columns."""
-    own = address(memory)
-    return [own] if splits == 1 else [in_block(own, r) for r in range(splits)]
 
 
 def in_block(place: Any, rank: int) -> Any:

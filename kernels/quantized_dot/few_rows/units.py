@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -73,8 +74,6 @@ def unit(
     copies = len(branches) * counts[0]
     scratch = shared_memory(use, lhs, gate.matrix.dtype, gate.joined, copies)
 
-    clusters = f // (config.block_n // 2) // config.shares
-
     def body(lhs: Any, *references: Any, **shared: Any) -> None:
         *given, out = references
         each, joined = len(given) // 2, 1 + counts[0]
@@ -89,7 +88,7 @@ def unit(
 
     return pallas_gpu.kernel(
         body, name, [jax.ShapeDtypeStruct((lhs.shape[0], f), use.dtype)], scratch,
-        clusters, config.computing + 1, config.cluster, PART,
+        f // (config.block_n // 2), config.computing + 1, config.splits, PART,
     )(lhs, *arrays)[0]  # fmt: skip
 
 
@@ -108,7 +107,7 @@ class _Unit(Block):
     @property
     def column(self) -> Any:
         """The block's first column of each branch."""
-        return pl.multiple_of(self.index * self.half, self.half)
+        return pl.multiple_of(lax.axis_index(pallas_gpu.PROGRAM) * self.half, self.half)
 
     def source(self, tile: int) -> tuple[Any, Any]:
         """The matrix of a tile, and the tile's first column there."""

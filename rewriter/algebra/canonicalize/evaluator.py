@@ -361,11 +361,26 @@ class Evaluator(Expansion, Layout, LoopForms, Constants):
             if is_coarse(new):
                 return self.alg.of_atom(self.leaf(value, args))
             p = self.poly(source, args, mode)
+            if self._was_narrow(source, new):
+                return p
             if self._is_operand(p, value):
                 return self.alg.of_atom(self.leaf(value, args))
             self.notes.add(f"rounding to {np.dtype(new).name} moved")
             return p
         return self.poly(source, args, mode)
+
+    def _was_narrow(self, value: int, dtype: Any) -> bool:
+        """Whether a value was widened from numbers that a dtype has, all of them."""
+        while (node := self.g.node_of(value)) is not None:
+            if node.prim != "convert_element_type":
+                return False
+            old = self.g.dtype(node.ins[0])
+            if not is_lossless(old, self.g.dtype(value)):
+                return False
+            if is_lossless(old, dtype):
+                return True
+            value = node.ins[0]
+        return False
 
     def _is_operand(self, p: Poly, value: int) -> bool:
         """Whether a form is a leaf of the region, of which a value is a rounded copy.

@@ -6,4 +6,5 @@ the loops that read them, and `masks_in_shards` moves them into the shard_maps. 
 `joined_losses` adds up the terms of a loss row by row, and `sums_of_rows` splits sums
 over all that there is into sums of rows. `differences_of_softmaxes` multiplies each
 softmax of a sum by the values, and `parts_of_softmaxes` all parts of one at once.
+`whole_products` multiplies by a matrix of few bits at once, and not by its parts.
 """

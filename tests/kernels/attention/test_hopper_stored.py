@@ -69,13 +69,35 @@ def test_supports() -> None:
         assert why in "; ".join(r.text for r in verdict.reasons)
 
 
+def of_sequences(b: int, stored: str = "int8") -> Any:
+    """One token of each of some sequences of 4096 tokens."""
+    shapes = {"q": (b, 1, 32, 128), "k": (b, 4096, 8, 128), "v": (b, 4096, 8, 128)}
+    kinds = {"q": "bfloat16", "k": stored, "v": stored}
+    given = {n: jax.ShapeDtypeStruct(x, kinds[n]) for n, x in shapes.items()}
+    return spec_of(STORED, given, {"widen_k": "bfloat16", "widen_v": "bfloat16"})
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("b", "stored", "stages", "turns"),
+    [
+        (16, "int8", 4, 2), (64, "int8", 2, 1), (64, "float8_e4m3fn", 2, 1),
+        (64, "int4", 4, 2),
+    ],
+)  # fmt: skip
+def test_one_warpgroup_computes_if_blocks_are_many(
+    b: int, stored: str, stages: int, turns: int
+) -> None:
+    use = of_sequences(b, stored)
+    config = hopper_stored.default(use, HERE)
+    assert config == Tiles(stages, turns, 1, 1, 128)
+    assert hopper_stored.fits(config, use, HERE).ok
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("b", [1, 16, 64])
 def test_configs(b: int) -> None:
-    shapes = {"q": (b, 1, 32, 128), "k": (b, 4096, 8, 128), "v": (b, 4096, 8, 128)}
-    kinds = {"q": "bfloat16", "k": "int8", "v": "int8"}
-    given = {n: jax.ShapeDtypeStruct(x, kinds[n]) for n, x in shapes.items()}
-    use = spec_of(STORED, given, {"widen_k": "bfloat16", "widen_v": "bfloat16"})
+    use = of_sequences(b)
     found, _ = worth_measuring(KERNEL.space, use, HERE, 24)
     assert hopper_stored.default(use, HERE) in found
     assert not hopper_stored.fits(Tiles(stages=3), use, HERE).ok

@@ -35,7 +35,6 @@ from tests.support.kernels import simulator
 HERE = device.named("h200")
 TILES = [
     None, Tiles(256, 128, 4, 1, 2), Tiles(256, 64, 6, 2, 2), Tiles(256, 64, 2, 1, 2, 2),
-    Tiles(256, 64, 4, 1, 2, shares=2),
 ]  # fmt: skip
 STORED = ("int8", "uint8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2")
 

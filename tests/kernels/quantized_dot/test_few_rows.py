@@ -95,9 +95,12 @@ def test_it_is_chosen_for_few_rows(m: int) -> None:
 
 
 DEFAULTS = [
-    (1, "int8", "forward", (4096, 14336), Tiles(by_warps=True)),
-    (8, "float8_e4m3fn", "forward", (4096, 14336), Tiles(by_warps=True)),
-    (1, "int4", "forward", (8192, 28672), Tiles(256, stages=8, by_warps=True)),
+    (1, "int8", "forward", (4096, 14336), Tiles(depth=256, by_warps=True)),
+    (8, "float8_e4m3fn", "forward", (4096, 14336), Tiles(depth=256, by_warps=True)),
+    (1, "int8", "forward", (1024, 14336), Tiles(by_warps=True)),
+    (1, "int8", "forward", (8192, 28672), Tiles(256, by_warps=True)),
+    (1, "int4", "forward", (8192, 28672), Tiles(256, 256, by_warps=True)),
+    (1, "int4", "forward", (4096, 14336), Tiles(256, 256, splits=2, by_warps=True)),
     (16, "int8", "forward", (4096, 14336), Tiles(stages=8, turns=4, by_warps=True)),
     (16, "float8_e4m3fn", "forward", (4096, 14336), Tiles()),
     (16, "int8", "forward", (8192, 28672), Tiles(256)),
@@ -125,7 +128,6 @@ CONFIGS = [
     Tiles(), Tiles(depth=64, stages=3, turns=3), Tiles(splits=3, stages=2),
     Tiles(256, stages=3, turns=1, across=2), Tiles(256, 64, 4, 2, 2, splits=2),
     Tiles(256, stages=3, turns=3, by_warps=True), Tiles(splits=2, by_warps=True),
-    Tiles(stages=2, shares=2), Tiles(stages=2, by_warps=True, shares=2),
 ]  # fmt: skip
 SIZES = [((3, 256, 256), 1), ((20, 512, 256), 16), ((64, 384, 512), 3)]
 USES = [

@@ -299,7 +299,7 @@ def simulated_few_rows() -> Iterator[None]:
             return
         total = before.get(machine.HERE.program, 0) + partial.view().sum(0)
         before[machine.HERE.program] = total
-        if config.splits == 1 or machine.HERE.part == config.splits - 1:
+        if machine.HERE.part == config.splits - 1:
             values = [x.view()[None] for x in behind]
             done = _after_steps(before.pop(machine.HERE.program), steps, values)
             out[...] = done[: out.shape[0]].astype(out.dtype)
@@ -313,7 +313,7 @@ def simulated_few_rows() -> Iterator[None]:
             return
         total = before.get(machine.HERE.program, 0) + partial.view().sum(0)
         before[machine.HERE.program] = total
-        if config.splits == 1 or machine.HERE.part == config.splits - 1:
+        if machine.HERE.part == config.splits - 1:
             half = total.shape[1] // 2
             sums = total[:, :half], total[:, half:]
             gate, up = (
@@ -336,7 +336,6 @@ def simulated_few_rows() -> Iterator[None]:
         patch.setattr(pallas_gpu, "zeros", zeros)
         every = lambda: machine.HERE.block.meet(range(len(machine.HERE.block.turns)))
         patch.setattr(threads, "meet", every)
-        patch.setattr(threads, "meet_in_warpgroup", lambda: None)
         patch.setattr(instructions, "multiply", _multiply_stored)
         patch.setattr(instructions, "add_joined", _add_joined)
         patch.setattr(totals, "store_sums", store_sums)
@@ -405,7 +404,6 @@ def simulated_stored_attention() -> Iterator[None]:
         patch.setattr(pallas_gpu, "loaded", as_it_is)
         every = lambda: machine.HERE.block.meet(range(len(machine.HERE.block.turns)))
         patch.setattr(threads, "meet", every)
-        patch.setattr(threads, "meet_in_warpgroup", lambda: None)
         patch.setattr(instructions, "multiply", _multiply_stored)
         patch.setattr(totals, "store_sums", store_sums)
         own = stored_instructions

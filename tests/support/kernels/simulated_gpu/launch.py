@@ -74,7 +74,7 @@ def _allocated(kind: Any) -> Any:
         return [_allocated(part) for part in kind]
     if isinstance(kind, dict):
         return {name: _allocated(part) for name, part in kind.items()}
-    if isinstance(kind, plgpu.Barrier | plgpu.ClusterBarrier):
+    if isinstance(kind, plgpu.Barrier):
         return machine.Barriers(int(np.prod(kind.num_barriers)), kind.num_arrivals)
     if isinstance(kind, plgpu.RefUnion):
         size = max(sum(map(_nbytes, jax.tree.leaves(part))) for part in kind.refs)
