@@ -100,10 +100,17 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     }
 
 
-def of_xla(spec: Spec, device: Device, passes: str) -> float:
-    """Returns seconds of XLA, which writes and reads all scores several times."""
+def of_xla(spec: Spec, device: Device, passes: str, changed: bool = False) -> float:
+    """Returns seconds of XLA, which writes and reads all scores several times.
+
+    Args:
+        spec: The use.
+        device: The device.
+        passes: ``"forward"``, ``"backward"`` or ``"both"``.
+        changed: Whether scores are changed by a function, as by a mask.
+    """
     work, size = _Work.of(spec), item(spec, "q")
-    plain = set(spec.operands) == {"q", "k", "v"} and work.share > 0.99
+    plain = set(spec.operands) == {"q", "k", "v"} and work.share > 0.99 and not changed
     often = PASSES if plain else PASSES + MASKED
     longer = BOTH if passes != "forward" else 1.0
     launches = longer * (LAUNCHED if device.platform == "cuda" else 4)

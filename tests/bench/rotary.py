@@ -1,6 +1,7 @@
 """Times what rotary embeddings and QK norms cost in front of attention on a GPU.
 
-    python3 -m tests.bench.rotary [--json PATH]
+    python3 -m tests.bench.rotary [--passes both,step,forward] [--shapes 3]
+        [--fronts "alone,norms and rotary"] [--json PATH]
 
 A row is a causal attention with norms and rotations of q and k before it, and the same
 attention alone, forward or with the gradients of q, k and v. A step of decoding writes
@@ -235,24 +236,10 @@ def measured_step(shape: tuple[int, ...], made: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def all_measured() -> list[dict[str, Any]]:
-    """Returns and prints all rows; nothing compiles beside one that is timed."""
-    rows: list[dict[str, Any]] = []
-    cases = [(s, p) for s in SHAPES for p in ("forward", "both")]
-    with ThreadPoolExecutor(8) as pool:
-        made = [
-            {f: {by: pool.submit(compiled, f, s, p, by) for by in arms(f)}
-             for f in FRONTS} for s, p in cases
-        ]  # fmt: skip
-        steps = [
-            {f: {by: pool.submit(compiled_step, f, s, by) for by in arms(f)}
-             for f in FRONTS} for s in STEPS
-        ]  # fmt: skip
-    for (shape, passes), futures in zip(cases, made, strict=True):
-        rows += measured(shape, passes, futures)
-    for shape, futures in zip(STEPS, steps, strict=True):
-        rows += measured_step(shape, futures)
-    return rows
+def prepared(make: Callable[..., Any], front: str, *case: Any) -> dict[str, Any]:
+    """Returns the compiled arms of a front."""
+    with ThreadPoolExecutor(2) as pool:
+        return {by: pool.submit(make, front, *case, by) for by in arms(front)}
 
 
 def arms(front: str) -> list[str]:
@@ -263,11 +250,26 @@ def arms(front: str) -> list[str]:
 def main() -> None:
     """Prints a line per row, and writes all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--passes", default="both,step,forward")
+    parser.add_argument("--fronts", default=",".join(FRONTS))
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="the first")
     parser.add_argument("--json", type=pathlib.Path)
     asked = parser.parse_args()
-    rows = all_measured()
-    if asked.json:
-        record.write(asked.json, "python3 -m tests.bench.rotary", rows=rows)
+    fronts = asked.fronts.split(",")
+    rows: list[dict[str, Any]] = []
+    for passes in asked.passes.split(","):
+        for shape in (STEPS if passes == "step" else SHAPES)[: asked.shapes]:
+            for front in fronts:
+                if passes == "step":
+                    made = {front: prepared(compiled_step, front, shape)}
+                    rows += measured_step(shape, made)
+                else:
+                    made = {front: prepared(compiled, front, shape, passes)}
+                    rows += measured(shape, passes, made)
+                if asked.json:
+                    told = f"--passes {asked.passes} --shapes {asked.shapes}"
+                    command = f"python3 -m tests.bench.rotary {told}"
+                    record.write(asked.json, command, rows=rows)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,9 @@ def measured(
 
 def measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
     """Measures the functions and widths of some names."""
+    part = os.environ[in_turns.PART].split("/")[0]
+    folder = f"{os.environ[in_turns.FOLDER]}/inductor-{part}"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # processes must not share one
     todo, made = [], []
     with ThreadPoolExecutor(2) as pool:
         for name in names:

@@ -1,6 +1,7 @@
 """Times triangle multiplication on a GPU: XLA as written beside what is chosen.
 
-    python3 -m tests.bench.triangle [--sizes 512,768] [--json PATH]
+    python3 -m tests.bench.triangle [--sizes 512,768] [--edges outgoing,incoming]
+        [--passes both,forward] [--arms written,chosen,units,norms,both] [--json PATH]
 
 Outgoing and incoming edges of n x n pairs of 128 channels, gated, with both layer
 norms, as AlphaFold 3 writes them, forward and with the gradients of pairs and weights.
@@ -157,19 +158,25 @@ def main() -> None:
     """Prints a line per row, and writes all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="512,768")
+    parser.add_argument("--edges", default=",".join(EDGES))
+    parser.add_argument("--passes", default=",".join(PASSES))
+    parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
-    sizes = map(int, given.sizes.split(","))
-    todo = [(e, n, p) for n in sizes for e in EDGES for p in PASSES]
+    sizes, arms = map(int, given.sizes.split(",")), given.arms.split(",")
+    edges, passes = given.edges.split(","), given.passes.split(",")
     rows = []
-    with ThreadPoolExecutor(8) as pool:
-        made = [{by: pool.submit(compiled, *x, by) for by in ARMS} for x in todo]
-        for x, arms in zip(todo, made, strict=True):
-            found = measured(*x, {by: future.result() for by, future in arms.items()})
-            print(json.dumps(found, default=str), flush=True)
-            rows.append(found)
-    if given.json:
-        record.write(given.json, "python3 -m tests.bench.triangle", rows=rows)
+    for x in [(e, n, p) for n in sizes for e in edges for p in passes]:
+        with ThreadPoolExecutor(len(arms)) as pool:
+            made = {by: pool.submit(compiled, *x, by) for by in arms}
+        found = measured(*x, {by: future.result() for by, future in made.items()})
+        print(json.dumps(found, default=str), flush=True)
+        rows.append(found)
+        if given.json:
+            told = f"--edges {given.edges} --passes {given.passes} --arms {given.arms}"
+            record.write(
+                given.json, f"python3 -m tests.bench.triangle {told}", rows=rows
+            )
 
 
 if __name__ == "__main__":

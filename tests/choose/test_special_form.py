@@ -81,6 +81,25 @@ def test_long_sequences_keep_the_function_that_adds_two_arrays(tokens: int) -> N
     assert (site.kernel, site.form) == ("hopper", "scored_attention")
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_function_counts_as_what_xla_does_to_all_scores(
+    width: int, with_gradients: bool
+) -> None:
+    """With gradients XLA took 40 ms for softplus, and the kernel 19."""
+
+    def attention(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+        x = jnp.einsum("btnh,bsnh->bnts", q, k) / width**0.5
+        return attend(jax.nn.softplus(x * slopes), v)
+
+    given = [jax.ShapeDtypeStruct((8, 4096, 16, width), BF16)] * 3
+    given.append(jax.ShapeDtypeStruct((), BF16))
+    run = summed(attention) if with_gradients else attention
+    (site,) = rewriter.explain(run, target="h200")(*given).sites
+    assert (site.kernel, site.form) == ("hopper", "scored_attention")
+    assert site.backward == with_gradients
+
+
 @pytest.mark.parametrize("op", ["attention", "scored_attention"])
 @pytest.mark.parametrize("fn", [shifted, in_turns])
 def test_both_forms_compute_shifted_windows(fn: Any, op: str) -> None:

@@ -69,6 +69,8 @@ OPERANDS = frozenset(
     }
 )  # fmt: skip
 PLACES = frozenset({"kv_positions", "first_position", "last_position"})
+LARGEST_CAP = 1e4
+"""A cap c has an error of c times 1e-7, for small scores too: see `pallas.tanh`."""
 WIDEST = 256
 """Columns of a tensor core's product, and so the widest head."""
 
@@ -127,6 +129,9 @@ def _numbers(spec: Spec) -> Verdict:
             found.append(no("dtype", text))
     if (spec.param("softcap") or 1.0) <= 0:
         found.append(no("softcap", f"softcap is {spec.param('softcap')}, not positive"))
+    if (spec.param("softcap") or 1.0) > LARGEST_CAP:
+        text = f"softcap is {spec.param('softcap')}: small scores would be inexact"
+        found.append(no("softcap", text))
     return all_of(*found)
 
 

@@ -56,6 +56,7 @@ def spec(
         (spec(shape=(2, 0, 4, 64)), "an axis of size 0"),
         (spec(scale=-1.0), "scale is -1.0, not positive"),
         (spec(softcap=-3.0), "softcap is -3.0"),
+        (spec(softcap=1e6), "small scores would be inexact"),
     ],
 )
 def test_what_it_refuses(given: Spec, why: str) -> None:

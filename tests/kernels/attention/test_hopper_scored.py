@@ -105,6 +105,11 @@ CASES: dict[str, tuple[Function, dict[str, np.ndarray], Any, dict[str, Any]]] = 
         lambda x, i, j, r: x * jnp.exp(-r * jnp.abs(i - j).astype(jnp.float32)),
         {"score_0": array(1, N, 1, 1, low=0.0, high=0.1)}, None, {"window": CAUSAL},
     ),
+    "cap, rows without keys": (
+        lambda x, i, j, r: r * jnp.tanh(x / r),
+        {"score_0": array(1, N, 1, 1)}, None,
+        {"window": CAUSAL, "kv_lengths": np.array([0, 77])},
+    ),
     "every form": (
         every,
         {
@@ -130,6 +135,8 @@ BACKWARD = {
 
 RUNS = [
     "every form | two kernels", "causal | two kernels", "every form | divided",
+    "cap, rows without keys | two kernels", "cap, rows without keys | divided",
+    "cap, rows without keys | fused",
     "every form | fused", "bent | two kernels", "hidden in the function | two kernels",
 ]  # fmt: skip
 
