@@ -35,6 +35,7 @@ from rewriter.algebra.canonicalize.opaque import may_differ, rounds
 from rewriter.algebra.canonicalize.primitives import (
     FULL,
     LAYOUT,
+    MOVING,
     NeedSplit,
 )
 from rewriter.algebra.canonicalize.select import choose
@@ -385,13 +386,29 @@ class Evaluator(Expansion, Layout, LoopForms, Constants):
     def _is_operand(self, p: Poly, value: int) -> bool:
         """Whether a form is a leaf of the region, of which a value is a rounded copy.
 
-        One that is made in a step of a loop does not count.
+        One that is made in a step of a loop does not count, and neither does one that
+        is repeated before: each site rounds such numbers as it reads them.
         """
         if self.expand_all or self.varies(value) or len(p) != 1:
+            return False
+        if self._is_repeated(value):
             return False
         (((flag, mono), c),) = p.items()
         leaf = flag == TRUE and c == 1 and len(mono) == 1 and mono[0][1] == 1
         return leaf and self.alg.kind(mono[0][0]) == "leaf"
+
+    def _is_repeated(self, value: int) -> bool:
+        """Whether layout alone makes a value of an array of fewer numbers."""
+        size = math.prod(self.g.shape(value))
+        while (node := self.g.node_of(value)) is not None:
+            if node.prim not in MOVING | {"gather", "convert_element_type"}:
+                return False
+            value = node.ins[0]
+            below = math.prod(self.g.shape(value))
+            known = isinstance(below, int) and isinstance(size, int)
+            if below < size if known else below != size:  # sizes may be symbols
+                return True
+        return False
 
     # ------------------------------------------------------------- booleans
     def _flag(self, value: int, args: tuple[Index, ...], mode: str) -> int:
