@@ -45,14 +45,17 @@ MORE_REGISTERS = 48
 """Registers per lane for everything but sums over rows; with them ptxas spills
 nothing."""
 
+BARRIER = 8
+"""Bytes of a barrier: each step in shared memory has one, and all operands another."""
+
 MORE = 1 << 10
-"""Bytes of shared memory for barriers."""
+"""Bytes of shared memory for barriers of tiles of rows."""
 
 COPIED_AT_ONCE = 128
 """Bytes of which Pallas wants a multiple in copies to shared memory."""
 
-ARRAYS = 5
-"""The most arrays of a block that hold rows, or numbers for each column."""
+ALIGNMENT = 1 << 10
+"""Bytes of shared memory of which the place of each array is a multiple."""
 
 TILE_ROWS = 64
 """Rows of a tile of narrow rows."""
@@ -257,16 +260,21 @@ def is_spread(norm: Norm, warpgroups: int) -> bool:
 
 def shared_memory(norm: Norm, config: Teams, backward: bool) -> int:
     """Returns the bytes of shared memory that a block of threads takes."""
-    rows = rows_of(norm.m, config, backward)
-    items = _item(norm.dtype) * (1 + norm.addend)
-    items += _item(norm.out) if backward else 0
-    ring = config.teams * config.stages * rows * norm.d * items
+    slots, rows = config.teams * config.stages, rows_of(norm.m, config, backward)
+    items = [_item(norm.dtype)] * (1 + norm.addend)
+    items += [_item(norm.out)] if backward else []
+    ring = sum(_aligned(slots * rows * norm.d * item) for item in items)
     if backward and config.teams > 1:
-        ring = max(ring, 4 * norm.d * len(norm.summed))
-    kept = norm.bytes_of("scale") + (0 if backward else norm.bytes_of("bias"))
-    if norm.d % LANES:
-        ring += ARRAYS * MORE  # each array begins at a multiple of that
-    return ring + kept * norm.d + sums_of(norm, config, backward) + MORE
+        ring = max(ring, _aligned(4 * norm.d) * len(norm.summed))
+    names = ("scale",) if backward else ("scale", "bias")
+    kept = sum(_aligned(norm.bytes_of(name) * norm.d) for name in names)
+    barriers = BARRIER * (slots + 1)
+    return ring + kept + _aligned(sums_of(norm, config, backward)) + barriers
+
+
+def _aligned(size: int) -> int:
+    """Returns the bytes that an array takes: each begins at a multiple of 1024."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def sums_of(norm: Norm, config: Teams, backward: bool) -> int:

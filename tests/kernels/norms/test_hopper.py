@@ -21,6 +21,7 @@ from rewriter.kernels.norms.hopper_config import (
     shared_memory,
     vector_of,
 )
+from rewriter.kernels.norms.hopper_kernel import normalized
 from rewriter.kernels.shared import hopper, pallas_gpu_rows
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
@@ -510,3 +511,20 @@ def test_many_addends_are_the_same_each_time(columns: int, op: str) -> None:
     for _ in range(20):
         again = jax.tree.map(np.asarray, call(given, up, added))
         bits.assert_same(first, again)
+
+
+@pytest.mark.parametrize("columns", [1152, 1408, 1600, 2944])
+def test_shared_memory_is_counted_whole(columns: int) -> None:
+    """Each array begins at a multiple of 1024 bytes, and the kernel lowers."""
+    given = (("scale", "float32"), ("bias", "float32"))
+    shape = jax.ShapeDtypeStruct((777, columns), "float32")
+    vector = jax.ShapeDtypeStruct((columns,), "float32")
+    norm = Norm(True, 1e-6, *shape.shape, "float32", "float32", given, addend=True)
+    config = hopper_config.usual(norm, backward=False)
+
+    def call(x, scale, bias, addend):
+        given = {"scale": scale, "bias": bias}
+        return normalized(norm, x, given, config, addend)
+
+    traced = jax.jit(call).trace(shape, vector, vector, shape)
+    assert traced.lower(lowering_platforms=("cuda",)) is not None
