@@ -1,7 +1,9 @@
 """Estimates the time of a gated linear unit by XLA and over blocks.
 
 Products reach most of the peak either way. XLA writes both branches and reads them
-again. The loop keeps one block of them, and computes them again for gradients.
+again. So does the loop, block by block: it saves memory, and no time. With gradients it
+computes both again, and its sums pass in float32. Of 589824 rows of 128 columns and 256
+hidden ones, XLA took some 0.7 ms with gradients and the loop 5.
 
 rows, k, f                          model and measured on an H200; ms
 8192 4096 14336   forward bf16      xla 2.8  2.6   memory_bounded 2.9  2.8
@@ -42,9 +44,9 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         device, work.flops, idle + TOUCHED[passes] / 2 * branch, compute=PRODUCTS,
         item=size, launches=3, temporary=2 * branch,
     )  # fmt: skip
-    again = AGAIN if passes != "forward" else 1.0
+    again, wide = (1.0, 1.0) if passes == "forward" else (AGAIN, 2.0)
     loop = seconds(
-        device, again * work.flops, idle + branch, compute=0.95 * PRODUCTS, item=size,
-        launches=6,
+        device, again * work.flops, idle + wide * TOUCHED[passes] / 2 * branch,
+        compute=0.95 * PRODUCTS, item=size, launches=6,
     )  # fmt: skip
     return {"xla": xla, "memory_bounded": loop}
