@@ -13,7 +13,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,12 @@ NO_GRADIENTS = f"{TWICE}, and does not compute the gradients itself"
 
 AWAY = 1.25
 """How far from the kinks derivatives are compared that must agree."""
+
+SIGNS = frozenset({"abs", "sign"})
+"""Primitives by which a relu is NaN for -inf in compiled programs, too.
+
+XLA compiles a product with a comparison as a choice, which gives 0 for -inf.
+"""
 
 NOT_FINITE = (math.inf, -math.inf, math.nan)
 
@@ -180,7 +186,8 @@ def slopes_of(
         ends = np.array([y * scale for y in NOT_FINITE]).astype(dtype)
         if not _same_values(find, start, side, ends, (scale, factor)):
             other = BY_PRODUCT.get(side.activation)
-            if other is not None and FINITE not in ev.assumed:
+            by_sign = _between_has(find, roots, side.value, SIGNS)
+            if other is not None and not by_sign and FINITE not in ev.assumed:
                 side = dataclasses.replace(side, activation=other)
                 return slopes_of(find, ev, args, roots, side)
             ev.assume(FINITE, "infinities give what they do not in the activation")
@@ -229,9 +236,16 @@ def _kinks(find: Finder, roots: frozenset[int], side: Side) -> tuple[float, ...]
 
 def _is_bent(find: Finder, roots: frozenset[int], value: int) -> bool:
     """Whether an equation between contractions and a value has a kink."""
+    return _between_has(find, roots, value, BENT)
+
+
+def _between_has(
+    find: Finder, roots: frozenset[int], value: int, prims: Collection[str]
+) -> bool:
+    """Whether an equation between contractions and a value is one of some primitives."""
     inside = find.below(roots, value) - roots
     between = equations_above(find.graph, {value} - roots, lambda _: True, inside)
-    return any(node.prim in BENT for node in between)
+    return any(node.prim in prims for node in between)
 
 
 def _is_at(kink: float, scale: float, dtype: Any) -> bool:
