@@ -242,7 +242,7 @@ def _is_bent(find: Finder, roots: frozenset[int], value: int) -> bool:
 def _between_has(
     find: Finder, roots: frozenset[int], value: int, prims: Collection[str]
 ) -> bool:
-    """Whether an equation between contractions and a value is one of some primitives."""
+    """Whether an equation between contractions and a value has some primitive."""
     inside = find.below(roots, value) - roots
     between = equations_above(find.graph, {value} - roots, lambda _: True, inside)
     return any(node.prim in prims for node in between)
