@@ -29,7 +29,14 @@ from rewriter.site.implementation import XLA
 from rewriter.support.assumptions import ASSUMPTIONS
 from rewriter.support.sizes import size_text
 from rewriter.tools import demo
-from tests.bench import choices_table, few_bits_tables, hopper_table, record, tpu_tables
+from tests.bench import (
+    choices_table,
+    few_bits_tables,
+    hopper_table,
+    record,
+    torch_tables,
+    tpu_tables,
+)
 from tests.bench.markdown import table
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -138,24 +145,6 @@ def models(name: str = "models_h200", *, shows_profiles: bool = True) -> str:
         f"{table(head, rows)}\n\nThese are the device's times of a step, and what "
         f"takes most of the rewritten one. {' '.join(profiles)} Reproduce with {note}."
     )
-
-
-def torch_models() -> str:
-    """One row per PyTorch model: what is found, and how far the numbers are."""
-    data = json.loads(record.named("torch_models").read_text())
-    rows = [
-        (
-            row["model"],
-            ", ".join(f"{n} {op}" for op, n in row["found"].items()),
-            f"{row['kernels']} of {row['by_hand']}",
-            f"{row['result']:.0e}",
-            f"{row['gradients']:.0e}",
-        )
-        for row in data["rows"]
-    ]
-    head = ("model", "found", "by a kernel", "error", "of gradients")
-    versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items())
-    return f"{table(head, rows)}\n\nOn a CPU, with {versions}."
 
 
 def keras_models() -> str:
@@ -804,7 +793,8 @@ TABLES = {
     "public_decode": public_decode,
     "models": models,
     "other_models": other_models,
-    "torch_models": torch_models,
+    "torch_models": torch_tables.models,
+    "torch_on_gpu": torch_tables.on_gpu,
     "keras_models": keras_models,
     "public_bert": public_bert,
     "packed_decoder": packed_decoder,
