@@ -106,16 +106,25 @@ def _explain_all(args: argparse.Namespace) -> int:
             "--all with --html or --args", next_step="Name one function for these"
         )
     files, reports, failed = targets.files(args.function), [], {}
+
+    def left_out(what: str, problem: Exception) -> None:
+        failed[what] = f"{type(problem).__name__}: {problem}"
+        _say(args)(f"{what} was left out: {failed[what]}\n")
+
     for file in files:
         try:
-            for _, fn, values in targets.every_function(file):
-                reports.append(rewriter.explain(fn, **_options(args))(*values))
-                _say(args)(f"{reports[-1]}\n")
+            functions = targets.every_function(file)
         except Exception as problem:
             if files == [args.function]:
                 raise
-            failed[file] = f"{type(problem).__name__}: {problem}"
-            _say(args)(f"{file} was left out: {failed[file]}\n")
+            left_out(file, problem)
+            continue
+        for name, fn, values in functions:
+            try:
+                reports.append(rewriter.explain(fn, **_options(args))(*values))
+                _say(args)(f"{reports[-1]}\n")
+            except Exception as problem:
+                left_out(f"{file}:{name}", problem)
     data = {"reports": [report.as_dict() for report in reports]}
     _json(args, data | ({"failed": failed} if failed else {}))
     return BAD if failed else GOOD
