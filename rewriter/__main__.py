@@ -25,6 +25,7 @@ from rewriter.reports.report import ASCII
 from rewriter.support.installed import require_package
 from rewriter.support.requirement import requirements
 from rewriter.tools import targets
+from rewriter.tools.stored_reports import report_of
 
 GOOD, BAD, MISTAKE = 0, 1, 2
 """Exit statuses. `BAD`: the result is not good, or could not be found. `MISTAKE`: the
@@ -131,31 +132,11 @@ def _explain_all(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    before, after = (_report_of(path) for path in (args.before, args.after))
+    before, after = (report_of(path) for path in (args.before, args.after))
     found = difference(before, after)
     _say(args)(found)
     _json(args, found.as_dict())
     return BAD if found else GOOD
-
-
-REPORT_KEYS = {"function", "sites", "misses", "failures", "counts"}
-
-
-def _report_of(path: str) -> dict[str, Any]:
-    """A report as data, from the file that ``explain --json`` wrote."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        if isinstance(found, dict) and found.keys() >= REPORT_KEYS:
-            return found
-        problem = "it holds something else"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    raise errors.ConfigError(
-        f"{path}: {problem}",
-        wanted="a report",
-        next_step=f"Write one with explain ... --json > {path}",
-    )
 
 
 @contextmanager
