@@ -7,6 +7,7 @@ Two inputs        act(x a) * (y b), of which the factors read different arrays.
 Product inside    act((x a) * (x b)): a branch of its own goes through none.
 Linear attention  φ(q) (φ(k)ᵀ v) over a sum: no softmax is taken.
 Distances         softmax(-|q - k|) v: scores that are no product.
+Additive          softmax(w·tanh(q + k)) v: scores of a sum of queries and keys.
 Experts in a loop one after another, each for every token.
 Gathered matrices x[t] w[expert[t]]: a matrix is read again for each token.
 Bounded norm      x / max(root, eps): a bound, and no epsilon inside the root.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rewriter.program.graph import Graph, Node
@@ -43,6 +44,7 @@ ONE_AFTER_ANOTHER = (
 )
 SUM = "reduce_sum"
 DISTANCE = SOFTMAX | {"abs", "integer_pow", "max", "neg", "reduce_max", SUM, "square"}
+SUMS = DISTANCE | ACTIVATIONS | {"dot_general"}
 BOUNDS = LAYOUT | {"add", "clamp", "gather", "max", "min"}
 SLICES = frozenset({"slice", "dynamic_slice", "gather", "split"})
 
@@ -176,14 +178,26 @@ def _distances(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
             weights = graph.node_of(_source(graph, value))
             if weights is None or weights.prim != "div":
                 continue
+            if not _is_softmax(graph, weights):
+                continue
             above = list(equations_above(graph, weights.ins, DISTANCE, most=40))
-            apart = [n for n in above if n.prim == "sub" and _differs(graph, n)]
-            if apart and _is_softmax(graph, weights):
+            if _meet(graph, above, "sub"):
                 text = "the scores are sums of a function of q - k, and no product"
                 if any(n.prim in ("integer_pow", "square") for n in above):
                     text += ": of squares, the scores 2 q·k - |k|² give equal weights"
                 return node, text
+            if _meet(graph, equations_above(graph, weights.ins, SUMS, most=60), "add"):
+                return (
+                    node,
+                    "additive attention: the scores are sums of a function of "
+                    "q + k, and no product",
+                )
     return None
+
+
+def _meet(graph: Graph, nodes: Iterable[Node], prim: str) -> bool:
+    """Whether an equation takes queries and keys, each repeated along the other."""
+    return any(n.prim == prim and _differs(graph, n) for n in nodes)
 
 
 def _differs(graph: Graph, node: Node) -> bool:

@@ -25,6 +25,7 @@ from rewriter.reports.report import ASCII
 from rewriter.support.installed import require_package
 from rewriter.support.requirement import requirements
 from rewriter.tools import targets
+from rewriter.tools.stored_reports import report_of
 
 GOOD, BAD, MISTAKE = 0, 1, 2
 """Exit statuses. `BAD`: the result is not good, or could not be found. `MISTAKE`: the
@@ -106,47 +107,36 @@ def _explain_all(args: argparse.Namespace) -> int:
             "--all with --html or --args", next_step="Name one function for these"
         )
     files, reports, failed = targets.files(args.function), [], {}
+
+    def left_out(what: str, problem: Exception) -> None:
+        failed[what] = f"{type(problem).__name__}: {problem}"
+        _say(args)(f"{what} was left out: {failed[what]}\n")
+
     for file in files:
         try:
-            for _, fn, values in targets.every_function(file):
-                reports.append(rewriter.explain(fn, **_options(args))(*values))
-                _say(args)(f"{reports[-1]}\n")
+            functions = targets.every_function(file)
         except Exception as problem:
             if files == [args.function]:
                 raise
-            failed[file] = f"{type(problem).__name__}: {problem}"
-            _say(args)(f"{file} was left out: {failed[file]}\n")
+            left_out(file, problem)
+            continue
+        for name, fn, values in functions:
+            try:
+                reports.append(rewriter.explain(fn, **_options(args))(*values))
+                _say(args)(f"{reports[-1]}\n")
+            except Exception as problem:
+                left_out(f"{file}:{name}", problem)
     data = {"reports": [report.as_dict() for report in reports]}
     _json(args, data | ({"failed": failed} if failed else {}))
     return BAD if failed else GOOD
 
 
 def _diff(args: argparse.Namespace) -> int:
-    before, after = (_report_of(path) for path in (args.before, args.after))
+    before, after = (report_of(path) for path in (args.before, args.after))
     found = difference(before, after)
     _say(args)(found)
     _json(args, found.as_dict())
     return BAD if found else GOOD
-
-
-REPORT_KEYS = {"function", "sites", "misses", "failures", "counts"}
-
-
-def _report_of(path: str) -> dict[str, Any]:
-    """A report as data, from the file that ``explain --json`` wrote."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        if isinstance(found, dict) and found.keys() >= REPORT_KEYS:
-            return found
-        problem = "it holds something else"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    raise errors.ConfigError(
-        f"{path}: {problem}",
-        wanted="a report",
-        next_step=f"Write one with explain ... --json > {path}",
-    )
 
 
 @contextmanager

@@ -74,6 +74,13 @@ def test_explain_all_of_a_folder(capsys, tmp_path):
     found = json.loads(out)
     assert (code, len(found["reports"])) == (1, 1)
     assert "not_there" in found["failed"][str(tmp_path / "a.py")]
+    (tmp_path / "a.py").write_text(
+        f"def f(x):\n    return x['a']\n{double}args = (1.0,)\n"
+    )
+    code, out, _ = run(capsys, *command)
+    found = json.loads(out)
+    assert (code, len(found["reports"])) == (1, 2)
+    assert list(found["failed"]) == [f"{tmp_path / 'a.py'}:f"]
     (tmp_path / "empty").mkdir()
     code, _, err = run(capsys, "explain", "--all", str(tmp_path / "empty"))
     assert code == 2

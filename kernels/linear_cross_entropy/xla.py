@@ -445,8 +445,8 @@ def _has_room(head: Head, count: int, classes: int, config: Chunk) -> bool:
     """Whether the weights' gradient has room for the logits of all rows."""
     k, v = head.w.shape
     alike = head.w.dtype == head.held == head.narrow == head.wide
-    room = not head.turned and v == classes and 0 < count <= k
-    return room and alike and config.beside == 0 and not config.whole
+    room = not head.turned and v == classes and isinstance(count, int)
+    return room and 0 < count <= k and alike and config.beside == 0 and not config.whole
 
 
 def _by_classes(

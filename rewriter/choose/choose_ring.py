@@ -60,7 +60,7 @@ def choose_ring(
     forward, backward = _asked(spec, config)
     arguments = ring, spec, count, config, kernels, device
     if forward[:1] == (RING,):
-        check_names((*forward, *backward), spec, kernels)
+        check_names((*forward, *backward), spec.op, [k.name for k in kernels])
         own = "gradients go around with it, by no other kernel"
         parts = own if backward else by_parts(*arguments)
         if isinstance(parts, str) and forward == (RING,):

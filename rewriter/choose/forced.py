@@ -74,7 +74,7 @@ def _first(
     why: list[tuple[str, str]],
 ) -> str | None:
     """The first available name; reasons against earlier ones are added to `why`."""
-    check_names(names, spec, kernels)
+    check_names(names, spec.op, [k.name for k in kernels])
     by_name = {k.name: k for k in kernels}
     for name in names:
         if name in (XLA, REFERENCE):
@@ -94,13 +94,13 @@ def _first(
     return None
 
 
-def check_names(names: Sequence[str], spec: Spec, kernels: Sequence[Kernel]) -> None:
+def check_names(names: Sequence[str], op: str, kernels: Sequence[str]) -> None:
     """Raises `UnknownKernel` if a requested name is no kernel of the op."""
-    there = [*(k.name for k in kernels), REFERENCE, XLA, RING]
+    there = [*dict.fromkeys((*kernels, REFERENCE, XLA, RING))]
     for name in names:
         if name not in there:
             raise UnknownKernel(
-                f"{spec.op} has no kernel {name!r}",
+                f"{op} has no kernel {name!r}",
                 next_step=known(name, there),
                 where=caller(),
             )

@@ -200,13 +200,13 @@ def _choices(
         return choices
     needed = with_live_products(graph, replaced)
     choices = [
-        _unless_read(f, choice, f in needed)
+        _unless_read(f, choice, needed.get(id(f), ""))
         for f, choice in zip(facts, choices, strict=True)
     ]
     return list(choose_among_nested(facts, choices))
 
 
-def _unless_read(facts: Facts, choice: Choice, needed: bool) -> Choice:
+def _unless_read(facts: Facts, choice: Choice, reader: str) -> Choice:
     """The choice; XLA where the match's matrix products stay computed anyway.
 
     So it is where JAX may differentiate a match of which it does not know how.
@@ -220,9 +220,9 @@ def _unless_read(facts: Facts, choice: Choice, needed: bool) -> Choice:
     if choice.origin == "forced":
         return choice
     why = facts.read_on
-    if needed and not why:
+    if reader and not why:
         none = facts.no_backward
-        why = f"{WHY} (gradients: {none})" if none else WHY
+        why = WHY.format(reader=reader) + (f" (gradients: {none})" if none else "")
     if not why:
         return choice
     return Choice(AS_WRITTEN, choice.origin, ((choice.kernel, why), *choice.not_chosen))

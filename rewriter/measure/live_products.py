@@ -19,32 +19,36 @@ from rewriter.program.graph import Graph, Node, Scope
 from rewriter.site.facts import Facts
 
 WHY = (
-    "its products are read elsewhere too, so they would be computed twice; "
-    "if a gradient reads them, optimize the function before differentiating it"
+    "{reader} a value inside of it, so its products would be computed twice; "
+    "if a gradient reads it, optimize the function before differentiating it"
 )
 
 
-def with_live_products(graph: Graph, facts: Sequence[Facts]) -> list[Facts]:
-    """Returns the matches whose contractions stay computed when all are replaced.
+def with_live_products(graph: Graph, facts: Sequence[Facts]) -> dict[int, str]:
+    """Finds the matches whose contractions stay computed when all are replaced.
 
     Args:
         graph: The program.
         facts: The matches that are replaced, with the gradients replaced with them.
+
+    Returns:
+        What reads a value inside of each such match, as in ``WHY``, by the `id` of its
+        facts.
     """
     returned = _returned(graph)
     live = _live(graph)
     gone = [(f, _region(f.match, f.backward)) for f in facts]
-    needed: list[Facts] = []
+    needed: dict[int, str] = {}
     while gone:
         inside = frozenset().union(*(region.values for _, region in gone))
         read = returned.union(*(region.read for _, region in gone))
-        reached = [
-            f for f, region in gone if _reaches(graph, region, inside, read, live)
-        ]
+        outside = _Outside(inside, read, returned, live)
+        readers = {id(f): _reader(graph, region, outside) for f, region in gone}
+        reached = {key: reader for key, reader in readers.items() if reader}
         if not reached:
             break
-        needed += reached
-        gone = [(f, region) for f, region in gone if f not in reached]
+        needed |= reached
+        gone = [(f, region) for f, region in gone if id(f) not in reached]
     return needed
 
 
@@ -136,14 +140,22 @@ def _live(graph: Graph) -> set[int]:
     return live
 
 
-def _reaches(
-    graph: Graph,
-    region: _Region,
-    inside: frozenset[int],
-    read: set[int],
-    live: set[int],
-) -> bool:
-    """Whether a contraction of the region is read from outside the regions."""
+@dataclass(frozen=True)
+class _Outside:
+    """What decides whether a value of a region is read from outside of all regions."""
+
+    inside: frozenset[int]
+    """Values of all regions."""
+    read: set[int]
+    """Values that bodies return or regions read."""
+    returned: set[int]
+    """Values that bodies return."""
+    live: set[int]
+    """Values that some result depends on."""
+
+
+def _reader(graph: Graph, region: _Region, outside: _Outside) -> str:
+    """What reads a contraction of the region from outside; "" if nothing does."""
     parts = region.values - region.results
     stack = [v for v in parts if _heavy(graph.node_of(v))]
     loops = {n.outs: n for v in parts if (n := graph.node_of(v)) and n.prim in LOOPS}
@@ -151,18 +163,29 @@ def _reaches(
     seen = set(stack)
     while stack:
         value = stack.pop()
-        if value in read:
-            return True
+        if value in outside.read:
+            return _of_results(graph, value, outside)
         for node in graph.users(value):
-            if live.isdisjoint(node.outs):
+            if outside.live.isdisjoint(node.outs):
                 continue
-            if inside.isdisjoint(node.outs) or _cuts_more(node, inside, live):
-                return True
+            away = outside.inside.isdisjoint(node.outs)
+            if away or _cuts_more(node, outside.inside, outside.live):
+                line = _jax.source_of(node.eqn)
+                return f"{line} reads" if line else "another equation reads"
             for out in node.outs:
                 if out in parts and out not in seen:
                     seen.add(out)
                     stack.append(out)
-    return False
+    return ""
+
+
+def _of_results(graph: Graph, value: int, outside: _Outside) -> str:
+    """Says which results hold a value: the program's, a body's or another match's."""
+    if value not in outside.returned:
+        return "another site reads"
+    results = graph.top.jaxpr.outvars
+    own = {graph.top.env[v] for v in results if not _jax.is_literal(v)}
+    return "the program returns" if value in own else "a loop or branch returns"
 
 
 def _cuts_more(node: Node, inside: frozenset[int], live: set[int]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
+from rewriter.errors import ConfigError, caller
 from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
 from rewriter.ops.device import of
@@ -219,8 +220,18 @@ class Report:
 
         Args:
             after: The later report; also as data, read from what `json` wrote.
+
+        Raises:
+            ConfigError: It is neither.
         """
         later = json.loads(after.json()) if isinstance(after, Report) else after
+        if not isinstance(later, Mapping) or "sites" not in later:
+            raise ConfigError(
+                f"after={later!r:.80}",
+                wanted="a report, or what its json() or as_dict() gave",
+                next_step="Pass rewriter.explain(fn)(*args)",
+                where=caller(),
+            )
         return difference(json.loads(self.json()), later)
 
     def svg(self, site: int | None = None) -> str:

@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
+from rewriter.choose.forced import check_names
 from rewriter.choose.planner import DIFFERS
 from rewriter.config import Config, resolve
 from rewriter.errors import (
@@ -318,6 +319,25 @@ def _check_ops(config: Config, user_patterns: tuple[Any, ...]) -> None:
                     next_step=known(op, allowed | more),
                     where=caller(),
                 )
+    _check_kernels(config, (*config.using, *user_patterns))
+
+
+def _check_kernels(config: Config, own: Sequence[Any]) -> None:
+    """Raises `UnknownKernel` for a kernel that neither its op nor a form of it has.
+
+    A program that has no site of the op would not show the error.
+    """
+    names = registry()
+    for op, forward, backward in config.implementation:
+        if op not in names.ops():
+            continue
+        asked = *forward, *backward
+        there = {k.name for k in names.kernels(op)}
+        there |= {k.name for p in own for k in getattr(p, "kernels", ())}
+        if not there.issuperset(asked):
+            forms = [o for o in names.ops() if names.op(o).form_of == op]
+            there |= {k.name for o in forms for k in names.kernels(o)}
+        check_names(asked, op, sorted(there))
 
 
 def rewritten_of(

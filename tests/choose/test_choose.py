@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -468,3 +469,25 @@ def test_a_users_kernel_without_a_model_is_chosen_by_its_own_rule() -> None:
     assert dict(choice.not_chosen)["mine"] == "never pays"
     unknown = device.Device("NVIDIA Z80", "cuda")
     assert choose(use("rms_norm"), Config(), [plain], unknown).origin == "heuristic"
+
+
+@pytest.mark.parametrize(
+    ("forced", "error", "suggestion"),
+    [
+        ({"atention": "xla"}, rewriter.UnknownPattern, "'attention'"),
+        ({"attention": "hoper"}, rewriter.UnknownKernel, "'hopper'"),
+        ({"attention": ("xla", "memory-bound")}, rewriter.UnknownKernel, "'memory_bou"),
+        ({"rms_norm": "hopper_decode"}, rewriter.UnknownKernel, "'hopper'"),
+        ({"rms_norm": {"backward": "hoper"}}, rewriter.UnknownKernel, "'hopper'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_name_is_told_where_the_program_has_no_such_op(
+    forced: Any, error: type[Exception], suggestion: str
+) -> None:
+    with pytest.raises(error, match=suggestion):
+        rewriter.optimize(jnp.sin, implementation=forced)(1.0)
+
+
+def test_a_kernel_of_a_form_alone_may_be_asked_for() -> None:
+    forced = {"attention": "hopper_latent"}
+    assert rewriter.optimize(jnp.sin, implementation=forced)(0.0) == 0

@@ -42,6 +42,18 @@ def with_two_products(q, k, v):
     return weigh(p, v), jnp.einsum("bnts,bsnh->bth", p, v * v)
 
 
+def by_sum(q, k, v):
+    p = weights(q, k)
+    return weigh(p, v) + p.sum(-1).mean()
+
+
+def stacked(q, k, v):
+    def layer(x, _):
+        return with_weights(x, k, v)
+
+    return jax.lax.scan(layer, q, length=2)
+
+
 def gradient(q, k, v):
     return jax.grad(lambda q: jnp.sum(alone(q, k, v) ** 2))(q)
 
@@ -51,18 +63,20 @@ def gradient_of_optimized(q, k, v):
 
 
 @pytest.mark.parametrize(
-    ("fn", "replaced"),
-    [(alone, True), (with_weights, False), (with_two_products, False),
-     (gradient, True)],
+    ("fn", "reader"),
+    [(alone, ""), (with_weights, "the program returns"), (gradient, ""),
+     (with_two_products, "test_live_products.py:"), (by_sum, "test_live_products.py:"),
+     (stacked, "a loop or branch returns")],
 )  # fmt: skip
-def test_left_alone_where_its_parts_stay(fn, replaced: bool) -> None:
+def test_left_alone_where_its_parts_stay(fn, reader: str) -> None:
     report = rewriter.explain(fn)(*SPECS)
     (site,) = report.sites
     assert site.op == "attention"
-    assert site.replaced == replaced
-    if not replaced:
+    assert site.replaced == (not reader)
+    if reader:
         kernel, why = site.not_chosen[0]
         assert kernel == "memory_bounded"
+        assert why.startswith(reader)
         assert "computed twice" in why
         assert "before differentiating" in why
 

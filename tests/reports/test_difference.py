@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -123,3 +124,11 @@ def test_of_a_real_program():
     assert [c.op for c in found.changed] == ["attention"]
     assert ("kernel", "memory_bounded", "xla") in found.changed[0].fields
     assert found.counts == (Count("attention", (1, 1), (1, 0)),)
+
+
+def test_what_is_no_report_is_named():
+    report = rewriter.explain(jnp.sin)(1.0)
+    assert not report.diff(report.as_dict())
+    for other in (3, None, {"kernel": "xla"}):
+        with pytest.raises(rewriter.ConfigError, match=r"after=.*a report"):
+            report.diff(other)

@@ -343,6 +343,18 @@ def differences(q, k, v):
     return weighted(jax.nn.softmax(-apart.transpose(0, 3, 1, 2)), v)
 
 
+def additive(q, k, v):
+    """Bahdanau's scores: one vector weighs the sums of queries and keys."""
+    both = jnp.tanh(q[:, :, None] + k[:, None]) * X[0, :4]
+    weights = jax.nn.softmax(both.sum(-1), 2)
+    return jnp.einsum("btsn,bsnh->btnh", weights, v)
+
+
+def additive_by_sum(q, k, v):
+    both = jax.nn.sigmoid(q[:, None] + k[:, :, None]) * q[0, 0, 0]
+    return weighted(jax.nn.softmax(both.sum(-1).transpose(0, 3, 2, 1)), v)
+
+
 WORDS = {
     "log_of_picked": ("cross_entropy", "rounds to 0", log_of_picked, X, W),
     "log_of_bounded": ("cross_entropy", "rounds to 0", log_of_bounded, X, W),
@@ -368,6 +380,8 @@ WORDS = {
     "gathered": ("ragged_dot", "for each row", gathered_matrices, X, W, UP, DOWN),
     "distances": ("attention", "2 q·k - |k|²", distances, Q, K, V),
     "differences": ("attention", "and no product", differences, Q, K, V),
+    "additive": ("attention", "additive attention", additive, Q, K, V),
+    "additive by sum": ("attention", "additive attention", additive_by_sum, Q, K, V),
 }  # fmt: skip
 
 
