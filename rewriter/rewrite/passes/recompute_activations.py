@@ -308,7 +308,10 @@ def _minimum_cut(wanted: int, nodes: Sequence[Node]) -> frozenset[int]:
         wanted: How many nodes are wanted, the first ones.
         nodes: All of them.
     """
-    import networkx  # slow to import; most programs have no expensive function
+    first = [k for k, (_, operands) in enumerate(nodes) if operands is None]
+    if len(first) == 1 and _is_lightest(first[0], nodes):
+        return frozenset(first)
+    import networkx  # slow to import, and seldom needed
 
     graph = networkx.DiGraph()
     for k in range(wanted):
@@ -324,6 +327,12 @@ def _minimum_cut(wanted: int, nodes: Sequence[Node]) -> frozenset[int]:
     _, (near, _) = networkx.minimum_cut(graph, "start", "end")
     every = range(len(nodes))
     return frozenset(k for k in every if (k, "in") in near and (k, "out") not in near)
+
+
+def _is_lightest(node: int, nodes: Sequence[Node]) -> bool:
+    """Whether a node is lighter than every other one."""
+    weight = nodes[node][0]
+    return all(k == node or weight < w for k, (w, _) in enumerate(nodes))
 
 
 # ------------------------------------------------------------------ what is read again
