@@ -10,7 +10,9 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import math
 import os
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -122,20 +124,36 @@ _PARTS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 """Types, and what to say of their values."""
 
 
+LOADED = time.time()
+"""When this package was loaded, about."""
+
+
 @functools.cache
 def of_package() -> str:
-    """Returns a digest of this package's code."""
-    return of_folder(os.path.dirname(os.path.dirname(__file__)))
+    """Returns a digest of this package's code.
+
+    Raises:
+        OSError: If its files cannot be read, or changed after they were loaded.
+    """
+    return of_folder(os.path.dirname(os.path.dirname(__file__)), LOADED)
 
 
-def of_folder(root: str) -> str:
-    """Returns a digest of the names and contents of Python files below a folder."""
+def of_folder(root: str, before: float = math.inf) -> str:
+    """Returns a digest of the names and contents of Python files below a folder.
+
+    Raises:
+        OSError: If there is none, or one is not as it was before a time.
+    """
     found, files = hashlib.sha256(), list[str]()
     for folder, _, names in os.walk(root, followlinks=True):  # a checkout has links
         files += [os.path.join(folder, n) for n in names if n.endswith(".py")]
+    if not files:
+        raise OSError(f"no Python files in {root}")
     for name in sorted(files):
         with open(name, "rb") as file:
-            data = file.read()
+            data, stat = file.read(), os.fstat(file.fileno())
+        if max(stat.st_mtime, stat.st_ctime) > before:
+            raise OSError(f"{name} changed while it was in use")
         found.update(f"{os.path.relpath(name, root)} {len(data)} ".encode())
         found.update(data)
     return found.hexdigest()

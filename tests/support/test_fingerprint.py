@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -95,3 +96,13 @@ def test_the_digest_of_a_package_follows_links_and_contents(tmp_path) -> None:
     file.rename(linked / "other.py")
     seen.add(fingerprint.of_folder(str(inside)))
     assert len(seen) == 3
+
+
+def test_files_that_changed_in_use_have_no_digest(tmp_path) -> None:
+    (tmp_path / "made.py").write_text("a = 1\n")
+    assert fingerprint.of_folder(str(tmp_path), time.time() + 10)
+    with pytest.raises(OSError, match="changed"):
+        fingerprint.of_folder(str(tmp_path), time.time() - 10)
+    with pytest.raises(OSError, match="no Python files"):
+        fingerprint.of_folder(str(tmp_path / "none"))
+    assert fingerprint.of_package()
