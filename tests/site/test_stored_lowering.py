@@ -186,3 +186,30 @@ def test_the_oldest_are_removed(monkeypatch: Any) -> None:
     lowered(lambda x, scale: norm(x, scale, 1e-5))
     assert len(files()) == 1
     assert files() != [first]
+
+
+@pytest.mark.gpu
+def test_stored_kernels_compute_the_same_bits(monkeypatch: Any) -> None:
+    """Without the store, by the process that stores, and by one that reads."""
+    x, up = jax.random.normal(jax.random.key(0), (2, *ROWS.shape), ROWS.dtype)
+    scale = jnp.linspace(0.5, 1.5, SCALE.shape[0])
+
+    def both(x: jax.Array, scale: jax.Array, up: jax.Array) -> Any:
+        out, back = jax.vjp(norm, x, scale)
+        return out, back(up)
+
+    results = []
+    for stored in ("0", "1", "1"):
+        monkeypatch.setenv(stored_lowering.VARIABLE, stored)
+        stored_lowering._read.cache_clear()
+        lowering._implementation.cache_clear()
+        fast = rewriter.optimize(both, implementation=FORCED)
+        results.append(jax.tree.leaves(fast(x, scale, up)))
+        jax.clear_caches()
+    assert len(files()) > 0
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert (a == b).all()
+    wanted = jax.tree.leaves(both(x, scale, up))
+    for a, b in zip(results[0], wanted, strict=True):
+        assert jnp.abs(a - b).max() <= 1e-3 * jnp.abs(b).max()
