@@ -8,7 +8,7 @@ teams have a step or not, unless memory is what takes the time.
 
 The numbers are fitted to 80 forwards of 384 to 5120 columns on an H200 and an H100
 (``tests/bench/results/norms_forward_h200.json``, ``norms_grid_h200.json``,
-``small_norms_h100.json``), by least squares of logarithms, but for `UNLIKE`, by which
+``small_norms_h100.json``), by least squares of logarithms. With `UNLIKE` as it is,
 fewest are chosen wrong. Times of XLA deviate by 8 %, and ours by 9 %.
 `tests/choose/test_measured_choices.py` has what follows for choices.
 """

@@ -1,6 +1,6 @@
 """A text that says all of a plain value: the same in every process, else none.
 
-Two values with equal texts act alike, as long as the package's files are the same: of
+Two values with equal texts act alike, as long as the package's files are the same. Of
 our own functions the text gives the name, the code, and what they close over.
 """
 

@@ -59,8 +59,9 @@ def lowered(name: str, way: str) -> dict[str, Any]:
 
     step, leaves = step_of(name)
     start = time.process_time()
-    fast = step if way == "written" else rewriter.optimize(step, target=TARGET)
-    program = jax.jit(fast).trace(*leaves).lower(lowering_platforms=("cuda",))
+    written = way == "written"
+    jitted = jax.jit(step) if written else rewriter.optimize(step, target=TARGET)
+    program = jitted.trace(*leaves).lower(lowering_platforms=("cuda",))
     seconds = time.process_time() - start
     return {"s": seconds, "kernels": program.as_text().count("@mosaic_gpu")}
 
