@@ -18,6 +18,7 @@ added to x's cotangent before that is rounded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,13 +67,17 @@ class Team:
     program: Any
     programs: Any
 
+    def __post_init__(self) -> None:
+        # Traced once and before any loop: JAX takes long for each operation.
+        _ = self.team, self.part, self.every_chunk
+
     # --------------------------------------------------------- place and sizes
-    @property
+    @functools.cached_property
     def team(self) -> Any:
         """The index of this team in the block."""
         return lax.div(self.warpgroup, jnp.int32(self.config.warpgroups))
 
-    @property
+    @functools.cached_property
     def part(self) -> Any:
         """The index of this warpgroup's part of the columns."""
         return lax.rem(self.warpgroup, jnp.int32(self.config.warpgroups))
@@ -104,6 +109,14 @@ class Team:
 
     def columns(self, chunk: int) -> Any:
         """The columns of this warpgroup in a chunk."""
+        return self.every_chunk[chunk]
+
+    @functools.cached_property
+    def every_chunk(self) -> list[Any]:
+        """The columns of this warpgroup in each chunk."""
+        return [self._columns(chunk) for chunk in range(self.chunks)]
+
+    def _columns(self, chunk: int) -> Any:
         own = self.norm.d // self.config.warpgroups
         if own % self.width == 0:
             first = (self.part * self.chunks + chunk) * self.width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,23 @@ def by_estimate(spec: Spec, platform: str) -> Verdict:
     return no("device", BY_ESTIMATE)
 
 
+MOSAIC = (
+    "jax.experimental.mosaic.gpu", "jaxlib.mlir.dialects.gpu",
+    "jaxlib.mlir.dialects.nvvm",
+)  # fmt: skip
+"""What Pallas imports for NVIDIA GPUs, and installations without it lack."""
+
+
 @functools.cache
 def importable(module: str) -> Verdict:
-    """Returns whether this installation can import a module of kernels."""
+    """Returns whether this installation can import a module of kernels.
+
+    Pallas takes half a second to import. It is imported only where something is missing
+    that it needs, to say why; elsewhere where a kernel is first traced.
+    """
     try:
+        if all(map(importlib.util.find_spec, MOSAIC)):
+            return YES
         importlib.import_module(module)
     except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
         return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")

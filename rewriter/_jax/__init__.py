@@ -135,10 +135,16 @@ from rewriter._jax.lowering import (
     check_as_written as check_as_written,
 )
 from rewriter._jax.lowering import (
+    exported as exported,
+)
+from rewriter._jax.lowering import (
     is_partitioned as is_partitioned,
 )
 from rewriter._jax.lowering import (
     lower_with_devices as lower_with_devices,
+)
+from rewriter._jax.lowering import (
+    lowering_state as lowering_state,
 )
 from rewriter._jax.lowering import (
     rolled_back_on_failure as rolled_back_on_failure,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import checkify, dispatch
+import jax.export
+import jaxlib
+from jax._src import checkify, config, core, dispatch, lib
+from jax.extend import backend
 from jax.extend.mlir import ir
 
 
@@ -88,3 +93,58 @@ def _is_whole(function: Any) -> bool:
     return bool(found) and all(
         f and f[-1].operation.name == "func.return" for f in found
     )
+
+
+def lowering_state(ctx: Any, platform: str) -> tuple[str, ...] | None:
+    """Returns what of JAX and of this machine may decide lowered code, as texts.
+
+    Args:
+        ctx: The context of a lowering rule.
+        platform: Its platform.
+
+    Returns:
+        None where more decides: several platforms or devices, a mesh, an export, rules
+        of the user's.
+    """
+    module = ctx.module_context
+    asked = module.lowering_parameters
+    one = getattr(module.axis_context, "num_devices", 0) == 1
+    plain = not asked.for_export and asked.override_lowering_rules is None
+    names = core.get_axis_env().axis_sizes
+    mesh = jax.sharding.get_abstract_mesh()
+    alone = one and mesh.empty and not names and jax.process_count() == 1
+    if tuple(module.platforms) != (platform,) or not plain or not alone:
+        return None
+    state = [x for x in config.trace_context() if not isinstance(x, core.AxisEnv)]
+    device = backend.get_default_device()
+    found = (
+        jax.__version__, jaxlib.__version__, repr(state), repr(asked),
+        repr(sorted(jax.config.values.items())),
+        repr((device.platform, device.device_kind)),
+        repr(getattr(device, "compute_capability", None)),
+        *_assemblers(), os.environ.get("NVIDIA_TF32_OVERRIDE", ""),
+    )  # fmt: skip
+    return None if any(" at 0x" in text for text in found) else found
+
+
+def _assemblers() -> Iterator[str]:
+    """The files of the ptxas that Mosaic may ask for its version."""
+    inside = os.path.join(lib.cuda_path or "/usr/local/cuda", "bin", "ptxas")
+    for file in (inside, shutil.which("ptxas")):
+        try:
+            found = os.stat(file or "")
+        except OSError:
+            continue
+        yield f"{file} {found.st_size} {found.st_mtime_ns}"
+
+
+def exported(function: Any, platform: str, structs: Sequence[Any]) -> Any:
+    """Returns a jitted function as `jax.export` lowers it, for this version of JAX.
+
+    Args:
+        function: The function.
+        platform: The platform.
+        structs: Shapes and dtypes of its arguments.
+    """
+    with config.export_ignore_forward_compatibility(True):
+        return jax.export.export(function, platforms=(platform,))(*structs)

@@ -28,10 +28,8 @@ from rewriter.measure.key import Key
 from rewriter.measure.measurement import Entry, Measurement, merge
 from rewriter.measure.serialized import FORMAT, Found, entry_json, key_json, read_one
 from rewriter.measure.tuned import Tuned
-from rewriter.support import atomic, regular_files
+from rewriter.support import atomic, cache_folder, regular_files
 from rewriter.support.lock import only_writer
-
-VARIABLE = "REWRITER_CACHE_DIR"
 
 LOOKS, LOOK_S = 5, 0.02
 """Without locks, a writer checks that its data is still there: LOOKS times, about
@@ -99,28 +97,24 @@ def _process() -> _Process:
 
 def path() -> str:
     """Returns the cache's folder: ``REWRITER_CACHE_DIR``, else the user's own."""
-    folder = os.environ.get(VARIABLE)
-    if folder:
-        return folder
-    return _users_own()
-
-
-@functools.cache
-def _users_own() -> str:
-    import platformdirs
-
-    return os.path.join(platformdirs.user_cache_dir("jaxpr-rewriter"), "tuned")
+    return cache_folder.tuned()
 
 
 def stamp() -> tuple[object, ...]:
     """Returns what differs after something was measured, here or by others."""
-    folders = [path(), *_folders(path())]
+    folders = [path(), *_devices(path())]
     folders += [inner for folder in folders[1:] for inner in _folders(folder)]
     stamps = []
     for folder in folders:
         with contextlib.suppress(OSError):
             stamps.append((folder, os.stat(folder).st_mtime_ns))
     return path(), tuple(stamps), _process().memory
+
+
+def _devices(root: str) -> list[str]:
+    """The folders of devices: all but that of lowered kernels."""
+    lowered = cache_folder.lowered()
+    return [folder for folder in _folders(root) if folder != lowered]
 
 
 def _folders(folder: str) -> list[str]:
@@ -168,8 +162,9 @@ def add(key: Key, measurements: Iterable[Measurement]) -> None:
             _add(_file(key, kernel, new[0].jax), key, new)
         except OSError as problem:
             process.keep((key, tuple(new)))
-            text = f"tuned choices stay in memory: {problem}. Set {VARIABLE} to a "
-            _warn(f"{text}folder that can be written", "unwritable")
+            text = f"tuned choices stay in memory: {problem}"
+            remedy = f"Set {cache_folder.VARIABLE} to a folder that can be written"
+            _warn(f"{text}. {remedy}", "unwritable")
 
 
 def info() -> Info:
@@ -237,7 +232,7 @@ def _size(name: str) -> int:
 
 def _walk(root: str) -> Iterator[str]:
     """Files of the form ``device/op/name.json``; other files are not the cache's."""
-    for device in _folders(root):
+    for device in _devices(root):
         for op in _folders(device):
             yield from _files(op)
 

@@ -19,6 +19,7 @@ from jax.interpreters import batching, mlir
 
 from rewriter import _jax, errors
 from rewriter.ops.kernel import PLATFORMS
+from rewriter.site import stored_lowering
 from rewriter.site.uses import Use
 from rewriter.support import garbage
 
@@ -31,6 +32,9 @@ FunctionOf = Callable[..., Callable[..., Any]]
 """``made(kernel, **params)`` returns the function that an equation computes."""
 
 _FUNCTIONS: dict[Primitive, FunctionOf] = {}
+
+_DECIDING: dict[Primitive, Callable[..., Mapping[str, Any]]] = {}
+"""By primitive, which values of its parameters decide what its kernels compute."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,8 +114,11 @@ def _lowered(
 ) -> Any:
     function = _implementation(primitive, platform, tuple(sorted(params.items())))
     ctx = ctx.replace(avals_in=[_jax.without_varying(a) for a in ctx.avals_in])
-    rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
     with garbage.paused(), _jax.on_one_device(), _jax.in_mesh_of(ctx.avals_in):
+        if platform == stored_lowering.PLATFORM:
+            deciding = _DECIDING[primitive](**params)
+            function = stored_lowering.as_stored(function, primitive, ctx, deciding)
+        rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
         return rule(ctx, *args)
 
 
@@ -142,7 +149,13 @@ def _evaluate(primitive: Primitive, *args: Any, **params: Any) -> Any:
     return _eager(primitive, key)(*args)
 
 
-def register(primitive: Primitive, aval: Any, batched: Any, made: FunctionOf) -> None:
+def register(
+    primitive: Primitive,
+    aval: Any,
+    batched: Any,
+    made: FunctionOf,
+    deciding: Callable[..., Mapping[str, Any]] = dict,
+) -> None:
     """Sets the rules of a primitive of sites, except those of differentiation.
 
     Args:
@@ -150,8 +163,11 @@ def register(primitive: Primitive, aval: Any, batched: Any, made: FunctionOf) ->
         aval: Returns the types of its results.
         batched: Its rule for `jax.vmap`.
         made: Builds the function that it computes.
+        deciding: ``deciding(**params)`` gives what of its parameters decides that
+            function where it has a kernel: the ``use``, and more.
     """
     _FUNCTIONS[primitive] = made
+    _DECIDING[primitive] = deciding
     primitive.def_impl(functools.partial(_evaluate, primitive))
     primitive.def_abstract_eval(aval)
     batching.primitive_batchers[primitive] = batched

@@ -81,5 +81,10 @@ def _made(
     return run
 
 
-register(rows_p, _aval, batch_rule(_composed), _made)
+def _deciding(*, use: Use, equations: ClosedJaxpr) -> dict[str, Any]:
+    """A kernel computes the use's program: of the equations it gives results' types."""
+    return {"use": use, "outs": [(x.shape, x.dtype) for x in equations.out_avals]}
+
+
+register(rows_p, _aval, batch_rule(_composed), _made, _deciding)
 ad.primitive_jvps[rows_p] = jvp_rule(_composed)

@@ -14,7 +14,17 @@ for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # some systems lack one
 
 
 def read_text(path: str, most: int = MOST_BYTES) -> str:
-    """Returns a file's text.
+    """Returns a file's text, read as `read_bytes` reads it.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is no regular file, too large, or not UTF-8.
+    """
+    return read_bytes(path, most).decode("utf-8")
+
+
+def read_bytes(path: str, most: int = MOST_BYTES) -> bytes:
+    """Returns a file's content.
 
     A pipe, a socket, a device or a folder is refused before it is opened, since opening
     may wait or act. The check is repeated afterwards, in case the file was exchanged.
@@ -25,7 +35,7 @@ def read_text(path: str, most: int = MOST_BYTES) -> str:
 
     Raises:
         OSError: If it cannot be read.
-        ValueError: If it is no regular file, too large, or not UTF-8.
+        ValueError: If it is no regular file, or too large.
     """
     _check(os.stat(path), most)
     with open(os.open(path, _FLAGS), "rb") as file:
@@ -33,7 +43,7 @@ def read_text(path: str, most: int = MOST_BYTES) -> str:
         data = file.read(most + 1)  # the file may grow meanwhile
     if len(data) > most:
         raise ValueError(f"more than {most:,} bytes")
-    return data.decode("utf-8")
+    return data
 
 
 def _check(found: os.stat_result, most: int) -> None:

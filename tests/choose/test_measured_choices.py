@@ -109,10 +109,8 @@ def _norm(name: str) -> Row | None:
 
 KNOWN = {
     # Layers of few turns, which the model of forwards takes to be as fast either way.
-    ("h200", "layer 1306x3584 bfloat16", "forward"): 1.18,
     ("h200", "layer 2143x1536 bfloat16", "forward"): 1.07,
     ("h200", "layer 2109x2880 bfloat16", "forward"): 1.07,
-    ("h200", "layer 3775x1536 bfloat16", "forward"): 1.05,
     ("h200", "rms 1577x3584 float16", "forward"): 1.05,
     # Between an add and a product it took longer than XLA: norms_in_programs_h200.
     ("h100", "rms 8192x768 bfloat16", "forward"): 1.12,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from rewriter.algebra.normal_form import Algebra, Poly
 
 
+@functools.lru_cache(maxsize=256)
 def kind_of(dtype: Any) -> str:
     """'f' for floats of every width, 'i' for integers, 'b' for booleans."""
     kind = np.dtype(dtype).kind if not hasattr(dtype, "_rules") else "V"
