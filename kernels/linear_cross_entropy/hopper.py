@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.cross_entropy.rows import Loss, Slopes, Sum
-from rewriter.kernels.linear_cross_entropy import chunks, xla
+from rewriter.kernels.linear_cross_entropy import chunks, in_place, xla
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.estimate import (
     WORTH,
@@ -120,11 +121,8 @@ def picked(head: Head, product: jax.Array, labels: jax.Array) -> jax.Array:
 
 def replaces(head: Head, loss: Loss) -> bool:
     """Whether `replaced` takes a loss: aligned classes, no bias, and not their mean."""
-    from rewriter.kernels.shared import work_stealing
-
-    able = work_stealing.AVAILABLE
     plain = head.bias is None and not loss.label_smoothing
-    return able and plain and head.classes % chunks.EVEN == 0
+    return plain and head.classes % chunks.EVEN == 0 and _modifies()
 
 
 def replaced(
@@ -182,7 +180,17 @@ def _at_labels(
         yield place, (p + more) * head.scale
 
 
-STEPS = xla.Steps(reduced, gradients, replaced, replaces)
+def of_weights(*given: Any) -> jax.Array:
+    """Returns what `in_place.of_weights` does, by one kernel that copies nothing."""
+    from rewriter.kernels.linear_cross_entropy import hopper_of_weights
+
+    head, *_ = given
+    if head.bias is not None:  # logits that are computed again have it, too
+        return in_place.of_weights(*given)
+    return hopper_of_weights.of_weights(*given)
+
+
+STEPS = xla.Steps(reduced, gradients, replaced, replaces, of_weights)
 
 
 def forward(*, config: Chunk | None = None, **given: Any) -> Any:
@@ -237,12 +245,31 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def fits(config: Chunk, spec: Spec, device: Device) -> Verdict:
-    """Returns whether rows of a block begin at multiples of 16 bytes."""
-    del device
-    if chunks.padded(spec.shape("w")[1], config) % chunks.EVEN == 0:
-        return YES
-    text = f"{config.aligned} leaves classes that are no multiple of {chunks.EVEN}"
-    return no("aligned", text)
+    """Returns whether rows of a block begin at multiples of 16 bytes.
+
+    Blocks of threads that wait for each other must run at once: not in a part of a GPU.
+    """
+    found = [YES]
+    if chunks.padded(spec.shape("w")[1], config) % chunks.EVEN:
+        text = f"{config.aligned} leaves classes that are no multiple of {chunks.EVEN}"
+        found.append(no("aligned", text))
+    if config.one_kernel and not _one_kernel(spec, device):
+        text = "sizes that one kernel for the weights' gradient does not take"
+        found.append(no("one_kernel", text))
+    return all_of(*found)
+
+
+def _one_kernel(spec: Spec, device: Device) -> bool:
+    """Whether one kernel may put the weights' gradient in its place."""
+    whole = "MIG" not in device.kind.split()
+    return whole and chunks.may_be_one_kernel(spec) and _modifies()
+
+
+def _modifies() -> bool:
+    """Whether kernels may modify what they are given."""
+    from rewriter.kernels.shared import work_stealing
+
+    return work_stealing.AVAILABLE
 
 
 def default(spec: Spec, device: Device) -> Chunk:
@@ -254,7 +281,14 @@ def default(spec: Spec, device: Device) -> Chunk:
     """
     made = chunks.default(spec, device)
     made = made if made.whole else chunks.LARGE
-    return chunks.in_place_of_sums(spec, made) or made
+    if device.kind != device.platform and _one_kernel(spec, device):
+        made = replace(made, one_kernel=True)
+    if found := chunks.in_place_of_sums(spec, made):
+        return found
+    plain = not spec.has("bias") and not spec.param("label_smoothing", 0.0)
+    if plain and made.beside is None and _modifies():
+        return chunks.of_an_eighth(spec, made, device)
+    return made
 
 
 SPACE = Space(Chunk, default, chunks.configs, fits)

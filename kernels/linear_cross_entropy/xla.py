@@ -110,12 +110,14 @@ class Steps:
         replaced: The same with cotangents in place of the product, which nothing may
             read later. None as above.
         replaces: Whether `replaced` computes some head's gradients of a loss.
+        of_weights: Does what `in_place.of_weights` does. None for that.
     """
 
     reduced: Callable[[Head, jax.Array, jax.Array], Reduced] = of_product
     gradients: Gradients | None = None
     replaced: Gradients | None = None
     replaces: Callable[[Head, Loss], bool] = lambda head, loss: False
+    of_weights: Callable[..., jax.Array] | None = None
 
 
 PLAIN = Steps()
@@ -418,7 +420,8 @@ def together(
         product, hits = head.product(part["x"]), own.labels(part["labels"])
         known = part | {"classes": hits, "product": product}
         if steps.gradients is not None and columns == classes:
-            results, d = steps.gradients(head, own, known)
+            some = steps.replaced if steps.replaces(head, own) else None
+            results, d = (some or steps.gradients)(head, own, known)
             dtypes = {"x": x.dtype} | {n: s.dtype for n, s in sums.items()}
             found = head.back_of_narrow(part["x"], d, dtypes)
             if head.bias is not None:
