@@ -192,7 +192,7 @@ def of_an_eighth(spec: Spec, config: Chunk, device: Device) -> Chunk:
 
     Twice the rows then take as much memory as before. Still larger ones take an eighth
     of XLA's memory at most, with the sums of the weights' gradients beside them. These
-    are then added up less often.
+    are then added up less often. Other passes keep their blocks.
     """
     (*rows, k), v, item = spec.shape("x"), spec.shape("w")[1], item_of(spec)
     count, wide = math.prod(rows), padded(v, config)
@@ -201,7 +201,8 @@ def of_an_eighth(spec: Spec, config: Chunk, device: Device) -> Chunk:
     fewest = -(-count * item * wide // max(most, 2 * config.budget))
     parts = (n for n in range(fewest, 2 * fewest) if count % n == 0)
     of_all = count // next(parts, fewest) * item * wide
-    return replace(config, budget=max(of_all, 2 * config.budget))
+    larger = max(of_all, 2 * config.budget)
+    return replace(config, budget=larger, passing=config.passing or config.budget)
 
 
 ROWS_OF_WAITING = 8192

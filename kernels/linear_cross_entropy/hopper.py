@@ -201,7 +201,8 @@ def forward(*, config: Chunk | None = None, **given: Any) -> Any:
 
 def backward(*, config: Chunk | None = None, **given: Any) -> dict[str, jax.Array]:
     """Returns the cotangents, given sums: XLA reads logits once, too."""
-    return xla.backward(**given, config=config or chunks.LARGE, join_bias=True)
+    config = (config or chunks.LARGE).of_passing
+    return xla.backward(**given, config=config, join_bias=True)
 
 
 def together(
@@ -232,7 +233,7 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """Returns modelled seconds by name; infinite ones where nothing was measured."""
-    found = dict(estimate_hopper(spec, device, passes))
+    found = dict(estimate_hopper(spec, device, passes, default(spec, device)))
     if not modelled(spec, device, passes).ok:
         found["hopper"] = math.inf
     return found

@@ -93,6 +93,24 @@ def test_logits_lie_in_place_where_few_rows_are_computed_twice() -> None:
         assert held == (None if rows is None else sizes[0] - rows), sizes
 
 
+def test_blocks_whose_cotangents_are_in_place_take_an_eighth() -> None:
+    """Blocks of 2048 rows add up gradients 16 times; these are a quarter as many."""
+    space = registry().kernel("linear_cross_entropy", "hopper").space
+    for sizes, blocks in {
+        (32768, 2560, 128256): 4, (8192, 768, 50257): 1, (8192, 2304, 128256): 2,
+    }.items():  # fmt: skip
+        config = space.default(linear(*sizes), HOPPER)
+        classes = chunks.padded(sizes[2], config)
+        rows = chunks.whole_rows(sizes[0], classes, 2, config)
+        assert sizes[0] // rows == blocks
+        sums = 4 * sizes[1] * classes
+        if blocks == 4:  # else no larger than what two arrays took before
+            assert 2 * rows * classes + sums < sizes[0] * sizes[2]
+        assert config.of_passing.budget == 1 << 29
+    smoothed = space.default(linear(8192, 768, 50257, label_smoothing=0.1), HOPPER)
+    assert smoothed.budget == 1 << 29  # the mean of logits is another reader of them
+
+
 def test_where_xla_needs_too_much_memory_blocks_are_chosen() -> None:
     spec, here = linear(65536, 2048, 128256), device.named("tpu_v5e")
     choice = choose(spec, Config(), registry().kernels(spec.op), here, 1)
