@@ -27,6 +27,7 @@ from rewriter.kernels.linear_cross_entropy.estimate import (
 )
 from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.kernels.linear_cross_entropy.row_statistics import Reduced, of_product
+from rewriter.kernels.linear_cross_entropy.steps import Steps
 from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.kernels.shared.limits import known_sizes
@@ -135,7 +136,7 @@ def replaced(
 def gradients(
     head: Head, loss: Loss, known: Rows, in_place: bool = False
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns what a loss results in and cotangents of a product, see `xla.Steps`."""
+    """Returns what a loss results in and cotangents of a product, see `steps.Steps`."""
     from rewriter.kernels.cross_entropy.hopper_rows import totals_and_gradients
 
     product, labels, up = known["product"], known["classes"], known["cotangent"]
@@ -190,7 +191,7 @@ def of_weights(*given: Any) -> jax.Array:
     return hopper_of_weights.of_weights(*given)
 
 
-STEPS = xla.Steps(reduced, gradients, replaced, replaces, of_weights)
+STEPS = Steps(reduced, gradients, replaced, replaces, of_weights)
 
 
 def forward(*, config: Chunk | None = None, **given: Any) -> Any:

@@ -75,7 +75,7 @@ def together(
         loss: The loss.
         rows: x [n, k], and each row's label and cotangent.
         config: How many rows are held beside, and the bytes of a chunk's cotangents.
-        steps: What is done with products, of `xla.Steps`.
+        steps: What is done with products, of `steps.Steps`.
     """
     (count, k), v = rows["x"].shape, head.classes
     size = chunks.of_cotangents(count, v, jnp.dtype(head.held).itemsize, config)
