@@ -87,8 +87,9 @@ def test_logits_lie_in_place_where_few_rows_are_computed_twice() -> None:
     space, here = registry().kernel("linear_cross_entropy", "hopper").space, HOPPER
     twice = 320 if work_stealing.AVAILABLE else 384
     for sizes, rows in {
-        (8192, 4096, 128256): twice, (4096, 4096, 128256): 0, (8192, 2304, 128256): None,
-        (32768, 2560, 128256): None, (8192, 768, 50257): None,
+        (8192, 4096, 128256): twice, (4096, 4096, 128256): 0,
+        (8192, 2304, 128256): None, (32768, 2560, 128256): None,
+        (8192, 768, 50257): None,
     }.items():  # fmt: skip
         config = space.default(linear(*sizes), here)
         held = None if config.beside is None else sizes[1] + config.beside
