@@ -28,7 +28,7 @@ from rewriter.kernels.linear_cross_entropy.estimate import (
 from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.kernels.linear_cross_entropy.row_statistics import Reduced, of_product
 from rewriter.kernels.linear_cross_entropy.steps import Steps
-from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable
+from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable, is_whole
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.kernels.shared.limits import known_sizes
 from rewriter.ops.device import Device
@@ -263,8 +263,7 @@ def fits(config: Chunk, spec: Spec, device: Device) -> Verdict:
 
 def _one_kernel(spec: Spec, device: Device) -> bool:
     """Whether one kernel may put the weights' gradient in its place."""
-    whole = "MIG" not in device.kind.split()
-    return whole and chunks.may_be_one_kernel(spec) and _modifies()
+    return is_whole(device) and chunks.may_be_one_kernel(spec) and _modifies()
 
 
 def _modifies() -> bool:
@@ -283,7 +282,7 @@ def default(spec: Spec, device: Device) -> Chunk:
     """
     made = chunks.default(spec, device)
     made = made if made.whole else chunks.LARGE
-    if device.kind != device.platform and _one_kernel(spec, device):
+    if _one_kernel(spec, device):
         made = replace(made, one_kernel=True)
     if found := chunks.in_place_of_sums(spec, made):
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -94,6 +96,22 @@ def test_logits_lie_in_place_where_few_rows_are_computed_twice() -> None:
         config = space.default(linear(*sizes), here)
         held = None if config.beside is None else sizes[1] + config.beside
         assert held == (None if rows is None else sizes[0] - rows), sizes
+
+
+@pytest.mark.skipif(not work_stealing.AVAILABLE, reason="jax has no such references")
+def test_one_kernel_has_a_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = registry().kernel("linear_cross_entropy", "hopper").space
+    use, part = linear(8192, 4096, 128256), "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
+    one = space.default(use, HOPPER)
+    assert one.one_kernel
+    for kind in (part, "cuda"):
+        some = dataclasses.replace(HOPPER, kind=kind)
+        assert not space.default(use, some).one_kernel
+        assert not space.fits(one, use, some).ok
+    for sizes in ((8192, 4160, 128256), (8192, 4096, 128272), (8200, 4096, 128256)):
+        assert not space.default(linear(*sizes), HOPPER).one_kernel
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "20")
+    assert not space.default(use, HOPPER).one_kernel
 
 
 @pytest.mark.skipif(not work_stealing.AVAILABLE, reason="jax has no such references")
