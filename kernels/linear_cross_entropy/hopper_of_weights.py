@@ -92,13 +92,14 @@ def put(
         parts: Those of the other rows, in their order: [rows, v] of all columns, or
             [rows, width] of those that are replaced. Rows are multiples of 64.
         column: The first column, a multiple of 64.
-        width: How many columns are replaced.
+        width: How many columns are replaced: whole tiles, or all up to the last one.
         programs: Blocks of threads. At least as many run at once as a column has tiles.
     """
     k, v = first.shape
     rows, across = k // TILES.block_m, -(-width // TILES.block_n)
     count = min(programs, rows * across)
     assert rows <= count, "a block of threads would wait for itself"
+    assert not width % TILES.block_n or column + width == v, "a tile has other columns"
     target = jax.new_ref(first)
     read = jax.new_ref(jnp.zeros((across, 1), jnp.int32))
 

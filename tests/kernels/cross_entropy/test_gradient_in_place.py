@@ -81,6 +81,8 @@ def test_blocks_must_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         run(x, parts, together=False)
     with pytest.raises(AssertionError, match="wait for itself"):
         run(x, parts, programs=1)
+    with pytest.raises(AssertionError, match="other columns"):
+        run(x, parts, 0, 64)
 
 
 @pytest.mark.parametrize(("column", "width"), [(0, 576), (128, 320), (512, 64)])
