@@ -39,6 +39,8 @@ class Chunk:
             None, they are held for blocks of rows.
         passing: The most bytes of logits where nothing holds them: in a forward alone,
             or where all are held in place of the weights' gradient. 0 for the budget.
+        one_kernel: Whether one kernel of a GPU puts the weights' gradient in its place.
+            Otherwise a product is copied there for each chunk of classes.
     """
 
     budget: int = 1 << 24
@@ -48,6 +50,7 @@ class Chunk:
     rounded: bool = False
     beside: int | None = None
     passing: int = 0
+    one_kernel: bool = False
 
     @property
     def of_passing(self) -> Chunk:
@@ -170,16 +173,49 @@ def least_memory(spec: Spec, config: Chunk) -> Chunk:
 
     As many rows are held beside it as an eighth of XLA's memory allows. XLA holds
     logits twice in 16 bits and once in 32: 8 bytes each. Of an eighth, what is needed
-    in passing takes a part: the cotangents of rows before they are joined, and later
-    those of a chunk's logits and its weights' gradient.
+    in passing takes a part: the cotangents of the first rows before they are put in
+    their place, and later those of a chunk's logits and its weights' gradient. A kernel
+    that puts the latter in its place needs neither of these.
     """
-    (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
-    count, item = math.prod(rows), item_of(spec)
-    size = of_cotangents(count, v, item, config)
-    in_passing = item * max(count * k, size * (count + k)) + OF_A_ROW * count
-    beside = (count * v - in_passing - WORKSPACE) // (item * v)
+    (*rows, k), v, item = spec.shape("x"), spec.shape("w")[1], item_of(spec)
+    count = math.prod(rows)
+    chunk = of_cotangents(count, v, item, config) * (count + k) * item
+    chunk = CHUNK - WORKSPACE if config.one_kernel else chunk
+    in_passing = max(item * k * k, chunk) + WORKSPACE + OF_A_ROW * count
+    beside = (count * v - in_passing) // (item * v)
     beside = beside // (TILE // 2) * (TILE // 2)
     return replace(config, beside=max(0, min(beside, count - k)))
+
+
+def of_an_eighth(spec: Spec, config: Chunk, device: Device) -> Chunk:
+    """Returns a config with larger blocks, if cotangents take the place of logits.
+
+    Twice the rows then take as much memory as before. Still larger ones take an eighth
+    of XLA's memory at most, with the sums of the weights' gradients beside them. These
+    are then added up less often. Other passes keep their blocks.
+    """
+    (*rows, k), v, item = spec.shape("x"), spec.shape("w")[1], item_of(spec)
+    count, wide = math.prod(rows), padded(v, config)
+    most = count * v - 4 * k * wide - WORKSPACE - OF_A_ROW * count
+    most = min(most, 2 * device.memory // SHARE)
+    fewest = -(-count * item * wide // max(most, 2 * config.budget))
+    parts = (n for n in range(fewest, 2 * fewest) if count % n == 0)
+    of_all = count // next(parts, fewest) * item * wide
+    larger = max(of_all, 2 * config.budget)
+    return replace(config, budget=larger, passing=config.passing or config.budget)
+
+
+ROWS_OF_WAITING = 8192
+"""The most rows of weights, so that all tiles of a column are computed at once."""
+
+
+def may_be_one_kernel(spec: Spec) -> bool:
+    """Whether one kernel may put the gradient of the weights in its place."""
+    (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
+    dtypes = {jnp.dtype(spec.dtype(n)).name for n in ("x", "w")}
+    sizes = k % TILE == v % (TILE // 2) == math.prod(rows) % (TILE // 2) == 0
+    plain = dtypes in ({"bfloat16"}, {"float16"}) and item_of(spec) == 2
+    return sizes and plain and k <= ROWS_OF_WAITING and may_be_in_place(spec)
 
 
 def configs(spec: Spec, device: Device) -> list[Chunk]:

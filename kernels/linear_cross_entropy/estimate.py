@@ -35,8 +35,10 @@ from collections.abc import Mapping
 
 from rewriter.kernels.cross_entropy.estimate import scattered
 from rewriter.kernels.linear_cross_entropy import chunks
+from rewriter.kernels.linear_cross_entropy.chunks import Chunk
 from rewriter.kernels.linear_cross_entropy.cost import cost
 from rewriter.ops import unaligned
+from rewriter.ops.cost import Cost
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import PRODUCTS, item, seconds
 from rewriter.ops.kernel import Spec
@@ -54,6 +56,11 @@ do so while products run."""
 LAUNCHES = 8
 """Kernels that are launched for a block."""
 
+COPIED = 3.0
+"""How often cotangents pass where chunks of them are copied, and their product."""
+
+FORWARD = "forward"
+"""The passes without gradients."""
 
 WORTH = 1 << 28
 """Bytes of logits that are worth as much time as XLA's."""
@@ -68,57 +75,79 @@ def margin(spec: Spec, device: Device, passes: str) -> float | None:
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """Returns the seconds of ``"xla"`` and ``"memory_bounded"``."""
-    return _estimate(spec, device, passes, {"memory_bounded": READS})
+    own = chunks.default(spec, device)
+    return {
+        "xla": _as_written(spec, device, passes),
+        "memory_bounded": _in_blocks(spec, device, passes, own, READS),
+    }
 
 
-def estimate_hopper(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns these, and the seconds of ``"hopper"``."""
-    ways = {"memory_bounded": READS, "hopper": READS_HOPPER}
-    return _estimate(spec, device, passes, ways)
-
-
-def _estimate(
-    spec: Spec, device: Device, passes: str, ways: Mapping[str, Mapping[str, float]]
+def estimate_hopper(
+    spec: Spec, device: Device, passes: str, config: Chunk
 ) -> Mapping[str, float]:
-    """The seconds of XLA, and of blocks by how often they read logits."""
-    shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
-    work = cost(shapes, dtypes, params, passes)
+    """Returns these, and the seconds of ``"hopper"`` with a config."""
+    found = dict(estimate(spec, device, passes))
+    summed = spec.has("bias") and passes != "forward"
+    reads = {n: READS_HOPPER[n] + summed for n in READS_HOPPER}
+    return found | {"hopper": _in_blocks(spec, device, passes, config, reads)}
+
+
+def _idle(device: Device, work: Cost) -> float:
+    """Bytes that are not read or written while products run."""
+    return max(0.0, work.bytes - work.flops / device.flops * device.bandwidth)
+
+
+def _work(spec: Spec, passes: str) -> Cost:
+    """What a use computes."""
+    return cost(dict(spec.shapes), dict(spec.dtypes), dict(spec.params), passes)
+
+
+def _as_written(spec: Spec, device: Device, passes: str) -> float:
+    """The seconds of XLA."""
+    work, size, gradients = _work(spec, passes), chunks.item_of(spec), passes != FORWARD
     (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
-    count, size = math.prod(rows), chunks.item_of(spec)
-    logits, gradients = float(count) * v, passes != "forward"
-    # Weights are read while products run, unless there are few rows.
-    idle = max(0.0, work.bytes - work.flops / device.flops * device.bandwidth)
-    config = chunks.default(spec, device)
-    padded = chunks.padded(v, config)
+    logits = float(math.prod(rows)) * v
     touched = 1 + READS[passes] + gradients
     slower = 1.0
     if size == 2 and device.platform in unaligned.PLATFORMS:
         slower = _slower(k, v, gradients)
     more = scattered(spec, 4) * logits * gradients
-    xla = seconds(
-        device, work.flops, idle + touched * size * logits + more,
+    return seconds(
+        device, work.flops, _idle(device, work) + touched * size * logits + more,
         compute=PRODUCTS / slower, item=size, launches=8,
         temporary=(1 + gradients) * size * logits + 4 * logits * (more > 0),
     )  # fmt: skip
+
+
+def _in_blocks(
+    spec: Spec, device: Device, passes: str, config: Chunk, reads: Mapping[str, int]
+) -> float:
+    """The seconds of blocks, by how often they read logits."""
+    work, size, gradients = _work(spec, passes), chunks.item_of(spec), passes != FORWARD
+    (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
+    count, logits = math.prod(rows), float(math.prod(rows)) * v
+    padded, in_place = chunks.padded(v, config), gradients and config.beside is not None
+    # Weights are read while products run, unless there are few rows.
     held = chunks.whole_rows(count, padded, size, config)
-    blocks = -(-count // max(held, 1)) if held else 1
-    flops, again = work.flops * padded / v, 0
-    if gradients and not held:
-        flops, again = flops * 4 / 3, 2  # logits are computed again
+    blocks = -(-count // max(held, 1)) if held and not in_place else 1
+    flops, again = work.flops * padded / v, 0.0
+    if in_place:  # the logits of some rows are computed again
+        again = max(count - k - (config.beside or 0), 0) / count
+        flops += work.flops / 3 * again
+        again *= 2
+        again += 0.0 if config.one_kernel else COPIED
+    elif gradients and not held:
+        flops, again = flops * 4 / 3, 2.0
     weights = float(k) * padded
     sums = ADDED * weights * blocks * (gradients and blocks > 1)
     copied = 2 * item(spec, "w") * weights * (1 + gradients) * (padded != v)
     block = logits / max(blocks, 1) * size * (1 + gradients)
-    found = {"xla": xla}
-    for name, reads in ways.items():
-        summed = spec.has("bias") and gradients and name == "hopper"
-        passing = (1 + reads[passes] + gradients + again + summed) * size * logits
-        found[name] = seconds(
-            device, flops, idle + passing + sums + copied,
-            compute=0.97 * PRODUCTS, item=size, launches=LAUNCHES * blocks,
-            temporary=block + 4 * weights * (sums > 0),
-        )  # fmt: skip
-    return found
+    passing = (1 + reads[passes] + gradients + again) * size * logits
+    return seconds(
+        device, flops, _idle(device, work) + passing + sums + copied,
+        compute=0.97 * PRODUCTS, item=size, launches=LAUNCHES * blocks,
+        temporary=block + 4 * weights * (sums > 0),
+    )  # fmt: skip
 
 
 def _slower(k: int, v: int, gradients: bool) -> float:

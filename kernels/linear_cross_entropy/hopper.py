@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.cross_entropy.rows import Loss, Slopes, Sum
-from rewriter.kernels.linear_cross_entropy import chunks, xla
+from rewriter.kernels.linear_cross_entropy import chunks, in_place, xla
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.estimate import (
     WORTH,
@@ -26,7 +27,8 @@ from rewriter.kernels.linear_cross_entropy.estimate import (
 )
 from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.kernels.linear_cross_entropy.row_statistics import Reduced, of_product
-from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable
+from rewriter.kernels.linear_cross_entropy.steps import Steps
+from rewriter.kernels.shared.hopper import BY_ESTIMATE, importable, is_whole
 from rewriter.kernels.shared.kinds import HOPPER
 from rewriter.kernels.shared.limits import known_sizes
 from rewriter.ops.device import Device
@@ -120,11 +122,8 @@ def picked(head: Head, product: jax.Array, labels: jax.Array) -> jax.Array:
 
 def replaces(head: Head, loss: Loss) -> bool:
     """Whether `replaced` takes a loss: aligned classes, no bias, and not their mean."""
-    from rewriter.kernels.shared import work_stealing
-
-    able = work_stealing.AVAILABLE
     plain = head.bias is None and not loss.label_smoothing
-    return able and plain and head.classes % chunks.EVEN == 0
+    return plain and head.classes % chunks.EVEN == 0 and _modifies()
 
 
 def replaced(
@@ -137,7 +136,7 @@ def replaced(
 def gradients(
     head: Head, loss: Loss, known: Rows, in_place: bool = False
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns what a loss results in and cotangents of a product, see `xla.Steps`."""
+    """Returns what a loss results in and cotangents of a product, see `steps.Steps`."""
     from rewriter.kernels.cross_entropy.hopper_rows import totals_and_gradients
 
     product, labels, up = known["product"], known["classes"], known["cotangent"]
@@ -182,7 +181,17 @@ def _at_labels(
         yield place, (p + more) * head.scale
 
 
-STEPS = xla.Steps(reduced, gradients, replaced, replaces)
+def of_weights(*given: Any) -> jax.Array:
+    """Returns what `in_place.of_weights` does, by one kernel that copies nothing."""
+    from rewriter.kernels.linear_cross_entropy import hopper_of_weights
+
+    head, *_ = given
+    if head.bias is not None:  # logits that are computed again have it, too
+        return in_place.of_weights(*given)
+    return hopper_of_weights.of_weights(*given)
+
+
+STEPS = Steps(reduced, gradients, replaced, replaces, of_weights)
 
 
 def forward(*, config: Chunk | None = None, **given: Any) -> Any:
@@ -193,7 +202,8 @@ def forward(*, config: Chunk | None = None, **given: Any) -> Any:
 
 def backward(*, config: Chunk | None = None, **given: Any) -> dict[str, jax.Array]:
     """Returns the cotangents, given sums: XLA reads logits once, too."""
-    return xla.backward(**given, config=config or chunks.LARGE, join_bias=True)
+    config = (config or chunks.LARGE).of_passing
+    return xla.backward(**given, config=config, join_bias=True)
 
 
 def together(
@@ -224,7 +234,7 @@ def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """Returns modelled seconds by name; infinite ones where nothing was measured."""
-    found = dict(estimate_hopper(spec, device, passes))
+    found = dict(estimate_hopper(spec, device, passes, default(spec, device)))
     if not modelled(spec, device, passes).ok:
         found["hopper"] = math.inf
     return found
@@ -237,12 +247,30 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def fits(config: Chunk, spec: Spec, device: Device) -> Verdict:
-    """Returns whether rows of a block begin at multiples of 16 bytes."""
-    del device
-    if chunks.padded(spec.shape("w")[1], config) % chunks.EVEN == 0:
-        return YES
-    text = f"{config.aligned} leaves classes that are no multiple of {chunks.EVEN}"
-    return no("aligned", text)
+    """Returns whether rows of a block begin at multiples of 16 bytes.
+
+    Blocks of threads that wait for each other must run at once: not in a part of a GPU.
+    """
+    found = [YES]
+    if chunks.padded(spec.shape("w")[1], config) % chunks.EVEN:
+        text = f"{config.aligned} leaves classes that are no multiple of {chunks.EVEN}"
+        found.append(no("aligned", text))
+    if config.one_kernel and not _one_kernel(spec, device):
+        text = "sizes that one kernel for the weights' gradient does not take"
+        found.append(no("one_kernel", text))
+    return all_of(*found)
+
+
+def _one_kernel(spec: Spec, device: Device) -> bool:
+    """Whether one kernel may put the weights' gradient in its place."""
+    return is_whole(device) and chunks.may_be_one_kernel(spec) and _modifies()
+
+
+def _modifies() -> bool:
+    """Whether kernels may modify what they are given."""
+    from rewriter.kernels.shared import work_stealing
+
+    return work_stealing.AVAILABLE
 
 
 def default(spec: Spec, device: Device) -> Chunk:
@@ -254,7 +282,14 @@ def default(spec: Spec, device: Device) -> Chunk:
     """
     made = chunks.default(spec, device)
     made = made if made.whole else chunks.LARGE
-    return chunks.in_place_of_sums(spec, made) or made
+    if _one_kernel(spec, device):
+        made = replace(made, one_kernel=True)
+    if found := chunks.in_place_of_sums(spec, made):
+        return found
+    plain = not spec.has("bias") and not spec.param("label_smoothing", 0.0)
+    if plain and made.beside is None and _modifies():
+        return chunks.of_an_eighth(spec, made, device)
+    return made
 
 
 SPACE = Space(Chunk, default, chunks.configs, fits)

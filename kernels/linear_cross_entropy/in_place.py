@@ -9,7 +9,6 @@ and the cotangents take the place of the logits.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from rewriter.kernels.cross_entropy.xla import gradient
 from rewriter.kernels.linear_cross_entropy import chunks
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
 from rewriter.kernels.linear_cross_entropy.head import Head
+from rewriter.kernels.shared.loops import zero_after
 from rewriter.kernels.shared.row_blocks import over_blocks
 
 
@@ -43,12 +43,12 @@ class Found(NamedTuple):
 
     Attributes:
         out: Their losses.
-        dx: Their cotangents.
+        dx: Their cotangents, or None where these are put in their place.
         bias: Their part of the bias's cotangent, or None without a bias.
     """
 
     out: jax.Array
-    dx: jax.Array
+    dx: jax.Array | None
     bias: jax.Array | None
 
 
@@ -75,29 +75,39 @@ def together(
         loss: The loss.
         rows: x [n, k], and each row's label and cotangent.
         config: How many rows are held beside, and the bytes of a chunk's cotangents.
-        steps: What is done with products, of `xla.Steps`.
+        steps: What is done with products, of `steps.Steps`.
     """
     (count, k), v = rows["x"].shape, head.classes
     size = chunks.of_cotangents(count, v, jnp.dtype(head.held).itemsize, config)
     ends = 0, k, k + min(config.beside or 0, count - k), count
-    parts = [{n: a[i:j] for n, a in rows.items()} for i, j in pairwise(ends)]
+    cut = lambda i: {n: a[ends[i] : ends[i + 1]] for n, a in rows.items()}
+    dx = jnp.full(rows["x"].shape, zero_after(rows["x"], dtype=rows["x"].dtype))
     made, again = [], None
     if ends[2] < count:
-        found, again = _of_others(head, loss, parts[2], config, steps)
-        parts, found = lax.optimization_barrier((parts, found))  # their logits are gone
-        made = [found]
+        found, again = _of_others(head, loss, cut(2), config, steps)
+        dx, found = _with_rows(dx, found, ends[2])
+        rows, dx, found = lax.optimization_barrier((rows, dx, found))
+        made = [found]  # the logits of these rows are gone
     held: list[jax.Array] = []
     of = _replaced if steps.replaces(head, loss) else _of_rows
     for i in (1, 0) if ends[1] < ends[2] else (0,):
-        d, found, *_ = of(head, loss, parts[i], steps)
+        d, found, *_ = of(head, loss, cut(i), steps)
+        dx, found = _with_rows(dx, found, ends[i])
         held, made = [d, *held], [found, *made]
-        parts, held, made = lax.optimization_barrier((parts, held, made))
+        rows, held, made, dx = lax.optimization_barrier((rows, held, made, dx))
     sums = {"bias": sum(f.bias for f in made)} if head.bias is not None else {}
-    out, dx = (jnp.concatenate(a) for a in zip(*(f[:2] for f in made), strict=True))
+    out = jnp.concatenate([f.out for f in made])
     # All readers of the first rows' cotangents come before what takes their place.
     held, dx = lax.optimization_barrier((held, dx))
-    w = _of_weights(head, rows["x"], held, parts[2]["x"], again, size)
+    put = steps.of_weights if config.one_kernel else None
+    w = (put or of_weights)(head, rows["x"], held, cut(2)["x"], again, size)
     return out, dx, {"w": w, **sums}
+
+
+def _with_rows(dx: jax.Array, found: Found, first: int) -> tuple[jax.Array, Found]:
+    """All rows' cotangents with some that are found, and what is found beside them."""
+    dx = lax.dynamic_update_slice_in_dim(dx, found.dx, first, 0)
+    return dx, found._replace(dx=None)
 
 
 def _of_rows(
@@ -118,7 +128,7 @@ def _of_rows(
     if head.bias is not None:
         bias = _cotangents(head, product, known).sum(0)
         product, bias = lax.optimization_barrier((product, bias))
-    d = _narrow(head, product, known)
+    d = narrow(head, product, known)
     return d, Found(out, head.back_of_x(d, rows["x"].dtype), bias), known
 
 
@@ -157,13 +167,13 @@ def _cotangents(head: Head, product: jax.Array, known: Known) -> jax.Array:
     return head.of_product(y, d)
 
 
-def _narrow(head: Head, product: jax.Array, known: Known) -> jax.Array:
+def narrow(head: Head, product: jax.Array, known: Known) -> jax.Array:
     """Cotangents of the product, in the narrow dtype."""
     d = _cotangents(head, product, known)
     return (d * head.scale if head.scale != 1 else d).astype(head.narrow)
 
 
-def _of_weights(
+def of_weights(
     head: Head,
     x: jax.Array,
     held: list[jax.Array],
@@ -186,7 +196,7 @@ def _of_weights(
         d = [lax.dynamic_slice_in_dim(a, start, size, 1) for a in (w, *held[1:])]
         if known is not None:
             some = head.chunk(start, size)
-            d.append(_narrow(some, some.product(others), known))
+            d.append(narrow(some, some.product(others), known))
         found = head.back_of_w(x, jnp.concatenate(d), w.dtype)
         return lax.dynamic_update_slice_in_dim(w, found, start, 1)
 

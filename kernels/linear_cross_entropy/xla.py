@@ -10,8 +10,8 @@ in memory. Where the cotangent is known first, `together` computes the logits on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -38,11 +38,10 @@ from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.kernels.linear_cross_entropy.memory import temporary
 from rewriter.kernels.linear_cross_entropy.reference import OF_ROWS
 from rewriter.kernels.linear_cross_entropy.row_statistics import (
-    Reduced,
-    of_product,
     reduced,
     reduced_and_held,
 )
+from rewriter.kernels.linear_cross_entropy.steps import PLAIN, Steps
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.kernels.shared.loops import zero_after
 from rewriter.kernels.shared.row_blocks import in_parts, over_blocks
@@ -91,35 +90,6 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     if spec.symbolic or size >= PAYS_FROM:
         return YES
     return no("small", f"logits of {size_text(size)} are so small that XLA is as fast")
-
-
-Gradients = Callable[[Head, Loss, Rows], tuple[dict[str, jax.Array], jax.Array]]
-"""Results of a loss and cotangents of a product, see `Steps`."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Functions of the product [n, v] of a block of rows.
-
-    Attributes:
-        reduced: Gives what is `Reduced` over the classes, as `of_product` does.
-        gradients: ``gradients(head, loss, known)`` gives `Loss.results` and cotangents
-            of the product with the scale, in the head's narrow dtype. `known` has of
-            each row: classes, cotangent and product. None if they are computed from
-            the former.
-        replaced: The same with cotangents in place of the product, which nothing may
-            read later. None as above.
-        replaces: Whether `replaced` computes some head's gradients of a loss.
-    """
-
-    reduced: Callable[[Head, jax.Array, jax.Array], Reduced] = of_product
-    gradients: Gradients | None = None
-    replaced: Gradients | None = None
-    replaces: Callable[[Head, Loss], bool] = lambda head, loss: False
-
-
-PLAIN = Steps()
-"""By XLA."""
 
 
 def forward(
@@ -418,7 +388,7 @@ def together(
         product, hits = head.product(part["x"]), own.labels(part["labels"])
         known = part | {"classes": hits, "product": product}
         if steps.gradients is not None and columns == classes:
-            results, d = steps.gradients(head, own, known)
+            results, d = steps.of(head, own)(head, own, known)
             dtypes = {"x": x.dtype} | {n: s.dtype for n, s in sums.items()}
             found = head.back_of_narrow(part["x"], d, dtypes)
             if head.bias is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ BUSY = 0.85
 
 BY_ESTIMATE = "chosen by its estimate alone, for a known Hopper GPU and known sizes"
 """Why no rule of thumb chooses a kernel."""
+
+MPS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+"""The environment variable by which a process has a part of a GPU alone."""
 
 FEWER = {"PCIe": 114, "H20": 78}
 """Multiprocessors of an H100 PCIe and of an H20. More programs than processors would
@@ -80,6 +84,22 @@ def processors(device: Device) -> int:
     """
     words = device.kind.split()
     return next((n for name, n in FEWER.items() if name in words), PROCESSORS)
+
+
+def is_whole(device: Device) -> bool:
+    """Returns whether programs have all multiprocessors of a known GPU.
+
+    Blocks that wait for each other must run at once. A part of a GPU, by MIG or by
+    MPS, may have too few multiprocessors for that.
+
+    Example:
+        >>> from rewriter.ops.device import Device
+        >>> kinds = "NVIDIA H200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "cuda"
+        >>> [is_whole(Device(x, "cuda")) for x in kinds]
+        [True, False, False]
+    """
+    known = device.kind not in ("", device.platform)
+    return known and "MIG" not in device.kind.split() and MPS not in os.environ
 
 
 def with_stages(config: Any, spec: Spec) -> Any:

@@ -67,6 +67,8 @@ class Claims:
         programs: The number of blocks.
         total: How many tiles.
         read: Returns the numbers of a tile by its index.
+        every: Whether a block claims its first tile, too. Blocks that have not started
+            then hold up no tile. `programs` is 0.
     """
 
     shared: dict[str, Any]
@@ -74,6 +76,7 @@ class Claims:
     programs: Any
     total: Any
     read: Callable[[Any], tuple[Any, ...]] = lambda index: ()
+    every: bool = False
 
     def over(
         self, body: Callable[[Any, Any, Any, Any], Any], steps: Any, copies: bool
@@ -92,15 +95,12 @@ class Claims:
         def one(carry: Any) -> Any:
             i, steps, index, numbers = carry
             steps = body(i, steps, index, numbers)
-            place = lax.rem(i, jnp.int32(PLACES))
-            return (
-                i + 1,
-                steps,
-                *(self.claim(place) if copies else self.read_claim(place)),
-            )
+            return i + 1, steps, *claimed(lax.rem(i, jnp.int32(PLACES)))
 
+        claimed = self.claim if copies else self.read_claim
         first = lax.axis_index(pallas_gpu.PROGRAM)
-        start = jnp.int32(0), steps, first, self.read(first)
+        taken = claimed(PLACES - 1) if self.every else (first, self.read(first))
+        start = jnp.int32(0), steps, *taken
         lax.while_loop(lambda carry: carry[2] < self.total, one, start)
 
     def claim(self, place: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import jax
 import rewriter
 from rewriter.kernels.linear_cross_entropy import hopper
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, least_memory
+from rewriter.ops.device import attached
 from tests.bench.vocabulary_loss_gpu import (
     SHAPES,
     Program,
@@ -34,15 +36,18 @@ REPEATS = 12
 
 def ways(shape: tuple[int, int, int]) -> Iterator[tuple[str, Program]]:
     """Programs by name."""
-    n, k, v = shape
+    (n, k, v), spec = shape, spec_of_loss(shape)
+    chosen = hopper.default(spec, attached())
     both = jax.value_and_grad(loss, (0, 1))
     budget = 1 << (30 if v < 100000 else 29)
     config = Chunk(budget, 1024, True, 128, True)
     yield "as written", both
     yield "ours", ours(config)
     yield "hopper", ours(config, hopper)
-    if v % 8 == 0 and n >= k and 4 * k > n:
-        yield "in place", ours(least_memory(spec_of_loss(shape), config), hopper)
+    yield "hopper, by default", ours(chosen, hopper)
+    if chosen.beside is not None:
+        yield "all rows beside", ours(replace(chosen, beside=n - k), hopper)
+        yield "chunks copied", ours(least_memory(spec, config), hopper)
     yield "forward, as written", loss
     for name in ("memory_bounded", "hopper"):
         forced = {"linear_cross_entropy": name}

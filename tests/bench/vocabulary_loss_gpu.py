@@ -111,10 +111,13 @@ def ways(shape: Shape) -> Iterator[tuple[str, Program]]:
     yield f"ours, {name}", ours(config)
     yield f"hopper, {name}", ours(config, hopper)
     if v % 8 == 0 and n >= k and 4 * k > n:
-        least = chunks.least_memory(spec_of_loss(shape), config)
-        for some in (least, replace(config, beside=n - k)):
+        spec = spec_of_loss(shape)
+        least = chunks.least_memory(spec, config)
+        one = chunks.least_memory(spec, replace(config, one_kernel=True))
+        yield f"in place, {least.beside} rows beside", ours(least)
+        for some in (least, one, replace(one, beside=n - k)):
             name = f"in place, {some.beside} rows beside"
-            yield name, ours(some)
+            name += ", one kernel" * some.one_kernel
             yield f"hopper, {name}", ours(some, hopper)
 
 

@@ -32,6 +32,9 @@ IN_FOUR, ALONE = 16, ("int8", 128, 1)
 """The most rows for which four warpgroups in turns, by warps, are faster, and the
 matrix, columns and blocks for which they were measured."""
 
+WIDTHS = 128, 256, 512
+"""Columns of a block. Four bits of 512 lie in as many bytes as eight bits of 256."""
+
 DEEP = 32 << 10, 8
 """Bytes of the matrix that a step of one tile of rows should have, and the fewest steps
 of a block for which that was measured."""
@@ -54,7 +57,7 @@ class Tiles:
     """The config.
 
     Attributes:
-        block_n: Columns of a block, 128 or 256.
+        block_n: Columns of a block, 128, 256 or 512.
         depth: Rows of the matrix of a step.
         stages: Steps that shared memory holds, a multiple of `turns`.
         turns: Warpgroups that take steps in turns.
@@ -98,7 +101,8 @@ class Tiles:
 
     def copies(self, width: int, arrays: int) -> int:
         """The number of copies of a step, if `arrays` are joined to the matrix."""
-        return self.block_n // width + self.chunks + arrays
+        lines = -(-self.block_n // WIDTHS[1])  # a copy has no longer ones
+        return self.block_n // width + self.chunks + arrays * lines
 
     def shared_memory(self, spec: Spec) -> int:
         """Bytes of shared memory of a use."""
@@ -230,6 +234,7 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
         *MORE[1:],
         {"block_n": 256, "turns": 1, "across": 2},
         {"block_n": 128, "turns": 2, "across": 1},
+        {"block_n": 512, "across": 2, "splits": 2 * own.splits},
         {"depth": 64, "stages": 2 * own.stages},
         {"splits": max(1, own.splits // 2)}, {"splits": 2 * own.splits},
     ):  # fmt: skip
@@ -240,11 +245,11 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: shared memory, registers, sizes of steps."""
     del device
-    m, k, n = sizes(spec)
+    (m, k, n), wide = sizes(spec), config.block_n
     found = [YES]
-    if config.block_n not in (128, 256) or config.columns % 128 or n % config.block_n:
-        text = f"{config.across} times a multiple of 128, and divide {n}"
-        found.append(no("block_n", f"{config.block_n} is not 128 or 256, {text}"))
+    if config.block_n not in WIDTHS or config.columns not in WIDTHS[:2] or n % wide:
+        text = f"{config.across} times 128 or 256, and divide {n}"
+        found.append(no("block_n", f"{wide} is not 128, 256 or 512, {text}"))
     whole = config.depth % CHUNK == 0 == k % config.depth
     whole &= not transposed(spec) or config.depth * bits_of(spec) in (512, 1024)
     if not (whole and _whole_groups(spec, config.depth)):

@@ -29,6 +29,7 @@ from rewriter.kernels.quantized_dot.few_rows import instructions, threads, total
 from rewriter.kernels.quantized_dot.few_rows.config import (
     CHUNK,
     LINE_BYTES,
+    WIDTHS,
     Tiles,
     padded,
 )
@@ -334,15 +335,23 @@ class Block:
 
     def copy_joined(self, row: Any, slot: Any, ready: Any) -> None:
         """Copies the parts of arrays that a step reads."""
+        wide = min(self.use.config.block_n, WIDTHS[1])
         for values, place in zip(self.joined, self.shared["joined"], strict=True):
-            across = pl.ds(self.column, self.use.config.block_n)
-            if self.use.turned:
-                line, at = place.shape[2], self.group_at(values, row)
-                first = pl.multiple_of(at - lax.rem(at, jnp.int32(line)), line)
-                part = values.at[across, pl.ds(first, line)]
-            else:
-                part = self.groups_of(values, row, place.shape[1], across)
-            plgpu.copy_gmem_to_smem(part, place.at[slot], ready)
+            for at in range(0, self.use.config.block_n, wide):
+                own, across = pl.ds(at, wide), pl.ds(self.column + at, wide)
+                if self.use.turned:
+                    part, to = self.line_of(values, row, place, across), (slot, own)
+                else:
+                    count = place.shape[1]
+                    part = self.groups_of(values, row, count, across)
+                    to = slot, pl.ds(0, count), own
+                plgpu.copy_gmem_to_smem(part, place.at[to], ready)
+
+    def line_of(self, values: Any, row: Any, place: Any, across: Any) -> Any:
+        """The part of a turned array that has a step's groups: a whole line."""
+        line, at = place.shape[2], self.group_at(values, row)
+        first = pl.multiple_of(at - lax.rem(at, jnp.int32(line)), line)
+        return values.at[across, pl.ds(first, line)]
 
     def groups_of(self, values: Any, row: Any, count: int, across: Any) -> Any:
         """The part of an array that a step of some columns reads."""

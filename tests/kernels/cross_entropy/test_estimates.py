@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import pytest
 
 from rewriter.choose.choose import choose
 from rewriter.config import Config
 from rewriter.kernels.linear_cross_entropy import chunks
+from rewriter.kernels.shared import work_stealing
 from rewriter.ops import device
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Spec, spec_of
@@ -84,13 +87,50 @@ def test_logits_lie_in_place_where_memory_is_short() -> None:
 
 def test_logits_lie_in_place_where_few_rows_are_computed_twice() -> None:
     space, here = registry().kernel("linear_cross_entropy", "hopper").space, HOPPER
+    twice = 320 if work_stealing.AVAILABLE else 384
     for sizes, rows in {
-        (8192, 4096, 128256): 448, (4096, 4096, 128256): 0, (8192, 2304, 128256): None,
-        (32768, 2560, 128256): None, (8192, 768, 50257): None,
+        (8192, 4096, 128256): twice, (4096, 4096, 128256): 0,
+        (8192, 2304, 128256): None, (32768, 2560, 128256): None,
+        (8192, 768, 50257): None,
     }.items():  # fmt: skip
         config = space.default(linear(*sizes), here)
         held = None if config.beside is None else sizes[1] + config.beside
         assert held == (None if rows is None else sizes[0] - rows), sizes
+
+
+@pytest.mark.skipif(not work_stealing.AVAILABLE, reason="jax has no such references")
+def test_one_kernel_has_a_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = registry().kernel("linear_cross_entropy", "hopper").space
+    use, part = linear(8192, 4096, 128256), "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
+    one = space.default(use, HOPPER)
+    assert one.one_kernel
+    for kind in (part, "cuda"):
+        some = dataclasses.replace(HOPPER, kind=kind)
+        assert not space.default(use, some).one_kernel
+        assert not space.fits(one, use, some).ok
+    for sizes in ((8192, 4160, 128256), (8192, 4096, 128272), (8200, 4096, 128256)):
+        assert not space.default(linear(*sizes), HOPPER).one_kernel
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "20")
+    assert not space.default(use, HOPPER).one_kernel
+
+
+@pytest.mark.skipif(not work_stealing.AVAILABLE, reason="jax has no such references")
+def test_blocks_whose_cotangents_are_in_place_take_an_eighth() -> None:
+    """Blocks of 2048 rows add up gradients 16 times; these are a quarter as many."""
+    space = registry().kernel("linear_cross_entropy", "hopper").space
+    for sizes, blocks in {
+        (32768, 2560, 128256): 4, (8192, 768, 50257): 1, (8192, 2304, 128256): 2,
+    }.items():  # fmt: skip
+        config = space.default(linear(*sizes), HOPPER)
+        classes = chunks.padded(sizes[2], config)
+        rows = chunks.whole_rows(sizes[0], classes, 2, config)
+        assert sizes[0] // rows == blocks
+        sums = 4 * sizes[1] * classes
+        if blocks == 4:  # else no larger than what two arrays took before
+            assert 2 * rows * classes + sums < sizes[0] * sizes[2]
+        assert config.of_passing.budget == 1 << 29
+    smoothed = space.default(linear(8192, 768, 50257, label_smoothing=0.1), HOPPER)
+    assert smoothed.budget == 1 << 29  # the mean of logits is another reader of them
 
 
 def test_where_xla_needs_too_much_memory_blocks_are_chosen() -> None:

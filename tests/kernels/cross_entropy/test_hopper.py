@@ -356,10 +356,12 @@ def test_biases(size: tuple[int, int, int], loss: str) -> None:
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("beside", [0, 256, 768])
-def test_logits_in_place_of_gradients(beside: int) -> None:
-    given = drawn(1024, 256, 5008, "bfloat16")
-    config = Chunk(1 << 20, 64, True, 128, True, beside)
+@pytest.mark.parametrize("beside", [0, 256, 704, 768])
+@pytest.mark.parametrize("one_kernel", [False, True])
+@pytest.mark.parametrize("v", [5056, 36864])
+def test_logits_in_place_of_gradients(v: int, one_kernel: bool, beside: int) -> None:
+    given = drawn(1024, 256, v, "bfloat16")
+    config = Chunk(1 << 20, 64, True, 128, True, beside, one_kernel=one_kernel)
     check_loss({"z_loss": 0.01, "outside": "clip"}, given, config, 2e-2)
 
 

@@ -155,6 +155,19 @@ def test_simulated(case: Any, config: Tiles, widen: str, mode: str) -> None:
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_simulated_blocks_of_512_columns(groups: int, mode: str) -> None:
+    """Scales of a block take two copies."""
+    given = make(3, 512, 1024, groups, mode)
+    config = Tiles(512, 128, 4, 2, 2, 2, by_warps=True)
+    params = {"widen": ONCE, "mode": mode, "sums": "float32"}
+    with simulator.simulated_few_rows():
+        got = KERNEL.forward(**given, **params, config=config)
+    close(got, wanted(given, **params))
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("widen", SHIFTED)
 def test_simulated_with_addends(widen: str) -> None:
     given = with_zeros(make(64, 128, 128, 2))

@@ -449,7 +449,7 @@ def test_the_simulator_sees_barriers_of_other_tiles(
     skipped = lambda self, tile, slot: self.shared["ready"].at[slot]
     monkeypatch.setattr(by_rows._Block, "ready", skipped)
     skipped = lambda self, name, tile, slot: self.shared[name].at[slot]
-    monkeypatch.setattr(by_groups._Block, "barrier", skipped)
+    monkeypatch.setattr(by_groups.Block, "barrier", skipped)
     monkeypatch.setattr(machine, "PATIENCE_S", 1.0)
     with simulator.simulated_ragged_dot(), pytest.raises(AssertionError):
         KERNEL.forward(**given, mode=mode, config=tiles)

@@ -50,6 +50,7 @@ from rewriter.kernels.attention.hopper_stored import (
 from rewriter.kernels.attention.hopper_stored import kernel as stored_attention
 from rewriter.kernels.cross_entropy import hopper_rows
 from rewriter.kernels.group_norm import hopper_kernel as group_norm_kernel
+from rewriter.kernels.linear_cross_entropy import hopper_of_weights as of_weights
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
 from rewriter.kernels.norms import hopper_team as norms_team
 from rewriter.kernels.norms import hopper_tiles as norms_tiles
@@ -66,6 +67,7 @@ from rewriter.kernels.ragged.dot.hopper import (
     widen,
 )
 from rewriter.kernels.shared import (
+    counters,
     pallas_gpu,
     pallas_gpu_rows,
     pallas_gpu_tiles,
@@ -201,8 +203,10 @@ def _count(patch: pytest.MonkeyPatch, *modules: Any) -> None:
 def simulated_ragged_dot() -> Iterator[None]:
     """Within, those of ragged dots and gated linear units do."""
     modules = by_rows, by_groups, owners, work_stealing, widen, schedule, store
-    with _replaced(modules, pallas_gpu) as patch:
-        _count(patch, by_rows, by_groups, work_stealing)
+    with _replaced((*modules, of_weights), pallas_gpu) as patch:
+        _count(patch, by_rows, by_groups, work_stealing, of_weights)
+        patch.setattr(counters, "count", machine.count)
+        patch.setattr(counters, "wait_for", machine.wait_for_count)
         patch.setattr(pallas_gpu, "zeros", lambda shape: np.zeros(shape, np.float32))
         patch.setattr(pallas_gpu, "add_product", products.add_product)
         patch.setattr(pallas_gpu, "add_product_of_rows", products.add_product_of_rows)

@@ -83,7 +83,7 @@ def product_of_groups(
         scratch[name] = pallas_gpu.tiles_and_rows(shape, shape, lhs.dtype)
 
     def body(lhs: Any, rhs: Any, table: Any, out: Any, **shared: Any) -> None:
-        _Block(config, lhs, rhs, table, out, shared).run()
+        Block(config, lhs, rhs, table, out, shared).run()
 
     tiles = groups * -(-k // config.block_m) * -(-n // config.block_n)
     (made,) = pallas_gpu.kernel(
@@ -94,7 +94,7 @@ def product_of_groups(
 
 
 @dataclass(frozen=True)
-class _Tile:
+class Tile:
     """A tile: its group, place, first row to sum, steps, and rows of the last one.
 
     `rest` is 0 if the last step is a whole one, `owner` as in `by_rows`.
@@ -110,7 +110,7 @@ class _Tile:
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """The work of one block of threads."""
 
     config: Tiles
@@ -145,7 +145,7 @@ class _Block:
             group, row, column, first, count = numbers
             steps = lax.div(count + (STEP - 1), jnp.int32(STEP))
             owner = lax.rem(i, jnp.int32(self.config.owners))
-            tile = _Tile(
+            tile = Tile(
                 owner, group, row * self.config.block_m, column * self.config.block_n,
                 first, steps, count & (STEP - 1),
             )  # fmt: skip
@@ -155,16 +155,18 @@ class _Block:
         schedule.over_tiles(total, read, run, self.shared, self.table, copies)
 
     def slot(self, step: Any) -> Any:
+        """Where in shared memory a step lies."""
         return lax.rem(step, jnp.int32(self.config.stages))
 
-    def barrier(self, name: str, tile: _Tile, slot: Any) -> Any:
+    def barrier(self, name: str, tile: Tile, slot: Any) -> Any:
+        """The barrier of a slot, of those of the tile's owner."""
         return self.shared[name].at[tile.owner * self.config.stages + slot]
 
     # ------------------------------------------------------------------ copying
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
 
-        def one(tile: _Tile, step: Any) -> None:
+        def one(tile: Tile, step: Any) -> None:
             whole = tile.steps - jnp.where(tile.rest > 0, 1, 0)
 
             def part(i: Any, _: Any) -> None:
@@ -182,7 +184,7 @@ class _Block:
 
         self.over_tiles(one, copies=True)
 
-    def copy_rest(self, tile: _Tile, slot: Any, first: Any) -> None:
+    def copy_rest(self, tile: Tile, slot: Any, first: Any) -> None:
         """Copies ``tile.rest`` rows, and rows of zeros after them."""
         # Not a Python number: jax refuses those that are visibly out of bounds.
         beyond = jnp.maximum(self.lhs.shape[0], tile.rest)
@@ -194,8 +196,9 @@ class _Block:
         self.copy_rows(tile, slot, "last", beyond, tile.rest, 1)
 
     def copy_rows(
-        self, tile: _Tile, slot: Any, barrier: str, source: Any, target: Any, count: int
+        self, tile: Tile, slot: Any, barrier: str, source: Any, target: Any, count: int
     ) -> None:
+        """Copies some rows from one place to another, of both operands."""
         ready = self.barrier(barrier, tile, slot)
         from_, to = pl.ds(source, count), pl.ds(target, count)
         for name, array, column in (
@@ -211,25 +214,36 @@ class _Block:
     # ---------------------------------------------------------------- computing
     def compute(self, warpgroup: Any) -> None:
         """Computes this warpgroup's part of every tile, or all of every other tile."""
-        config, out = self.config, self.out
+        config = self.config
         free_all(config, warpgroup, self.shared["free"])
         part = 0 if config.apart else warpgroup
         above, before = (0, part) if config.by_columns else (part, 0)
 
-        def mine(tile: _Tile, step: Any) -> None:
+        def mine(tile: Tile, step: Any) -> None:
             sums = self.product(tile, step, above, before)
             row = tile.row + above * config.rows
             column = tile.column + before * config.columns
+            out = self.place(tile)
             store(
                 lambda i, j, wide: sums[i : i + ROWS, j : j + wide], sums.shape,
-                self.shared["stored"], warpgroup, out.at[tile.group], row, column,
-                out.shape[1] - row,
+                self.shared["stored"], warpgroup, out, row, column, out.shape[0] - row,
             )  # fmt: skip
 
         self.over_tiles(by_owner(config, warpgroup, mine))
         plgpu.wait_smem_to_gmem(0)
 
-    def product(self, tile: _Tile, step: Any, above: Any, before: Any) -> Any:
+    def place(self, tile: Tile) -> Any:
+        """Where the result of a tile's group is stored."""
+        return self.out.at[tile.group]
+
+    def wait(self, tile: Tile, i: Any, slot: Any) -> None:
+        """Waits for the copies of a tile's i-th step."""
+        rest = (i == tile.steps - 1) & (tile.rest > 0)
+        for name, condition in (("last", rest), ("ready", jnp.logical_not(rest))):
+            ready = self.barrier(name, tile, slot)
+            pallas_gpu.when(condition)(lambda x=ready: plgpu.barrier_wait(x))
+
+    def product(self, tile: Tile, step: Any, above: Any, before: Any) -> Any:
         """Returns a warpgroup's part of a tile: float32, in registers."""
         config, x = self.config, self.shared
         (left, _), (right, _) = x["left"], x["right"]
@@ -239,10 +253,7 @@ class _Block:
 
         def part(i: Any, sums: Any) -> Any:
             slot = self.slot(step + i)
-            rest = (i == tile.steps - 1) & (tile.rest > 0)
-            for name, condition in (("last", rest), ("ready", jnp.logical_not(rest))):
-                ready = self.barrier(name, tile, slot)
-                pallas_gpu.when(condition)(lambda x=ready: plgpu.barrier_wait(x))
+            self.wait(tile, i, slot)
             sums = pallas_gpu.add_product_of_rows(
                 sums, left.at[slot, above], right.at[slot, before]
             )

@@ -16,11 +16,14 @@ from tests.support.kernels.simulated_gpu import machine
 
 def run_kernel(
     body: Callable[..., None], name: str, out: Any, scratch: Any, programs: int,
-    warpgroups: int, cluster: int = 1, cluster_name: str = "",
+    warpgroups: int, cluster: int = 1, cluster_name: str = "", together: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
+    """Blocks run one after the other, or all `together`."""
+
     def call(*given: Any) -> list[np.ndarray]:
         results = [_poison(x.shape, x.dtype) for x in out]
         references = [machine.Reference(np.asarray(x)) for x in (*given, *results)]
+        running = []
         for program, part in np.ndindex(programs, cluster):
             memory = {name: _allocated(kind) for name, kind in scratch.items()}
             run = functools.partial(body, *references, **memory)
@@ -34,14 +37,23 @@ def run_kernel(
             ]
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
-            if block.failure is not None:
-                raise block.failure
+            running.append((block, threads))
+            if not together:
+                _end(*running.pop())
+        for block, threads in running:
+            _end(block, threads)
         return results
 
     del name, cluster_name
     return call
+
+
+def _end(block: machine.Block, threads: list[threading.Thread]) -> None:
+    """Waits for a block's warpgroups."""
+    for thread in threads:
+        thread.join()
+    if block.failure is not None:
+        raise block.failure
 
 
 def _warpgroup(

@@ -188,3 +188,19 @@ def wait_for_barrier(barrier: tuple[Barriers, int]) -> None:
     if of.completed[i] > before + 1:
         raise Stuck("a barrier completed twice before it was waited for")
     HERE.waits[key] = before + 1
+
+
+COUNTED = threading.Condition()
+"""Held while blocks count events, of which they wait for those of others."""
+
+
+def count(cell: Reference) -> None:
+    with COUNTED:
+        cell[0] = cell[0] + 1
+        COUNTED.notify_all()
+
+
+def wait_for_count(cell: Reference, least: int) -> None:
+    with COUNTED:
+        if not COUNTED.wait_for(lambda: cell[0] >= least, PATIENCE_S):
+            raise Stuck(f"a block waits for {least} others")

@@ -77,8 +77,9 @@ def add_product_of_panels(
 
 def claim(counter: machine.Reference, cell: machine.Reference) -> None:
     last = (0,) * (len(counter.shape) - 1) + (-1,)
-    cell[0] = counter[last]
-    counter[last] += 1
+    with machine.COUNTED:
+        cell[0] = counter[last]
+        counter[last] += 1
 
 
 def widened(
