@@ -86,7 +86,7 @@ def _keep_comments_whole() -> None:
 
 
 def where(problem: Exception) -> str:
-    """Returns the lines at which a file of Inductor's does not compile, if it is one."""
+    """Returns the lines at which a file of Inductor's is no Python, if it is one."""
     found = re.search(r"import (\S+\.py)\b.*?line (\d+)", str(problem), re.DOTALL)
     if found is None or not pathlib.Path(found[1]).exists():
         return ""
