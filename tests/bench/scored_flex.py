@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
-import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ def prepared(function: Function, arrays: Sequence[Any]) -> dict[str, Step]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()  # it gives up after eight programs
-    _keep_comments_whole()
+    del sys.argv[1:]  # Inductor writes what follows --only between apostrophes
     given = [torch.from_dlpack(jax.device_put(x)).clone() for x in arrays]
     heads_first = lambda x: x.transpose(1, 2).contiguous()
     q, k, v, up = map(heads_first, (*given[:3], given[-1]))
@@ -56,42 +55,6 @@ def prepared(function: Function, arrays: Sequence[Any]) -> dict[str, Step]:
         return [out, *torch.autograd.grad(out, moving, up)]
 
     return {"forward": lambda: [run(q, k, v)], "both": both}
-
-
-def _keep_comments_whole() -> None:
-    """Makes each line of Inductor's comments a comment.
-
-    PyTorch 2.11 writes a program's operations into the files it compiles, each behind
-    one ``#``, and some of them take several lines.
-    """
-    import sys
-
-    from torch._inductor import utils
-
-    told = utils.get_kernel_metadata
-    if getattr(told, "whole", False):
-        return
-
-    def whole(*given: Any) -> tuple[str, ...]:
-        lines = ([x.lstrip() for x in text.splitlines()] for text in told(*given))
-        return tuple(
-            "\n".join(x if x.startswith("#") else f"# {x}" for x in text)
-            for text in lines
-        )
-
-    whole.whole = True  # type: ignore[attr-defined]
-    for module in list(sys.modules.values()):
-        if vars(module).get("get_kernel_metadata") is told:
-            module.get_kernel_metadata = whole  # type: ignore[attr-defined]
-
-
-def where(problem: Exception) -> str:
-    """Returns the lines at which a file of Inductor's is no Python, if it is one."""
-    found = re.search(r"import (\S+\.py)\b.*?line (\d+)", str(problem), re.DOTALL)
-    if found is None or not pathlib.Path(found[1]).exists():
-        return ""
-    lines, at = pathlib.Path(found[1]).read_text().splitlines(), int(found[2])
-    return "\n" + "\n".join(x[:200] for x in lines[at - 12 : at + 3])
 
 
 def results(step: Step) -> list[np.ndarray]:

@@ -127,7 +127,7 @@ def flex_of(function: Function, row: Row) -> dict[str, Any]:
         steps["both"]()
         return dict(steps)
     except Exception as problem:
-        return dict.fromkeys(PASSES, repr(problem)[:300] + scored_flex.where(problem))
+        return dict.fromkeys(PASSES, repr(problem)[:300])
 
 
 def measured(
