@@ -69,6 +69,7 @@ def of_distances(
     *lead, m, d = rows.shape
     square = rows.reshape(*lead, m // across, across, d)
     sums = along_diagonals(jnp.moveaxis(square, -1, -3))
+    sums = lax.optimization_barrier(sums)  # else XLA adds up in a transposition
     ids = ids.reshape(*lead, m // across, across)
     ids = jnp.concatenate([ids[..., :0:-1, 0], ids[..., 0, :]], axis=-1)
     return jnp.moveaxis(sums, -2, -1), ids
