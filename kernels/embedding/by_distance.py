@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from rewriter.kernels.embedding import forms, limits, xla
 from rewriter.kernels.embedding.estimate import estimate
+from rewriter.kernels.shared.diagonals import along_diagonals
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Speed
 from rewriter.support.verdict import YES, Verdict, no
@@ -69,28 +69,9 @@ def of_distances(
     *lead, m, d = rows.shape
     square = rows.reshape(*lead, m // across, across, d)
     sums = along_diagonals(jnp.moveaxis(square, -1, -3))
-    sums = lax.optimization_barrier(sums)  # else XLA adds up in a transposition
     ids = ids.reshape(*lead, m // across, across)
     ids = jnp.concatenate([ids[..., :0:-1, 0], ids[..., 0, :]], axis=-1)
     return jnp.moveaxis(sums, -2, -1), ids
-
-
-def along_diagonals(x: jax.Array) -> jax.Array:
-    """Returns the sums along the diagonals of [..., t, s], in float32 at least.
-
-    Result ``j - i + t - 1`` is that of row i and column j. With as many zeros behind
-    each row as there are rows, cutting it one shorter moves the next by one place.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> along_diagonals(jnp.array([[1, 2], [3, 4]], jnp.float32))
-        Array([3., 5., 2.], dtype=float32)
-    """
-    *lead, t, s = x.shape
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    padded = jnp.pad(lax.rev(x, (x.ndim - 2,)), [(0, 0)] * (x.ndim - 1) + [(0, t)])
-    flat = padded.reshape(*lead, t * (s + t))[..., : t * (s + t - 1)]
-    return flat.reshape(*lead, t, s + t - 1).sum(-2, dtype=wide)
 
 
 KERNEL = XLA.kernel(
