@@ -24,8 +24,9 @@ SWAP = 8e-12
 ADDED = 8
 """Bytes that pass where a number of float32 is added in memory."""
 
-MOVED = 2
-"""How often rows pass that are added up along diagonals, at most."""
+MOVED = 3
+"""How often the time passes of reading rows once that are added up along diagonals:
+16 x 4096 x 4096 numbers of float32 took an H200 866 µs."""
 
 SORTED = 24
 """Bytes that pass for each number that is sorted and added up in order."""
