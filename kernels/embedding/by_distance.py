@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.embedding import forms, limits, xla
+from rewriter.kernels.embedding.consecutive_ids import profitable
 from rewriter.kernels.embedding.estimate import estimate
 from rewriter.kernels.shared.diagonals import along_diagonals
 from rewriter.kernels.shared.kinds import XLA
 from rewriter.ops.kernel import Speed
-from rewriter.support.verdict import YES, Verdict, no
+from rewriter.support.verdict import Verdict, no
 
 if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
@@ -30,14 +31,6 @@ def supports(spec: Spec) -> Verdict:
         text = "the ids are not proved to depend on a distance alone"
         return no("distances", text)
     return limits.rows_to_add(spec)
-
-
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns yes on a GPU, where the rows of a scatter collide."""
-    del spec
-    if platform in ("cuda", "rocm"):
-        return YES
-    return no("platform", f"not measured to be faster than XLA on {platform}")
 
 
 def forward(
