@@ -168,7 +168,7 @@ def backward(**given: Any) -> dict[str, Array]:
     if left:
         by_xla = xla.backward(**as_written)
         grads |= {n: by_xla[n] for n in left}
-        grads |= of_distances(as_written) or of_tables(as_written)
+        grads |= of_distances(given) or of_tables(as_written)
     return grads
 
 
