@@ -1,13 +1,15 @@
 """The cotangent of a table whose numbers are added to scores by distance, as T5's.
 
-Such a score is ``scale * product + away[column - row + t - 1]``. So it is attention
-with a bias, whose cotangent has a kernel. Its sums along the diagonals are the
-cotangents of the numbers of distances. The bias is made for this kernel alone.
+Such a score is ``function(product) + away[column - row + t - 1]``. So it is attention
+by a function, with a bias behind it, whose cotangent has a kernel. Its sums along the
+diagonals are the cotangents of the numbers of distances. The bias is made for this
+kernel alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +19,7 @@ from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.hopper.backward_config import first_fitting_backward
 from rewriter.kernels.attention.hopper.extra_operands import extra_of
 from rewriter.kernels.attention.hopper.functions import AWAY
-from rewriter.kernels.attention.hopper.hoisting import DISTANCE, hoisted
+from rewriter.kernels.attention.hopper.hoisting import DISTANCE, hoisted, pruned
 from rewriter.kernels.attention.hopper.widths import filled_backward
 from rewriter.kernels.attention.scored_form import OWN, OWN_PARAMS, TABLES
 from rewriter.kernels.attention.xla.scored import TOO_MANY
@@ -26,8 +28,6 @@ from rewriter.ops.score import LOOKUP, PRODUCT, Ref, Score
 
 if TYPE_CHECKING:
     from jax import Array
-
-CASTS = frozenset({"convert_element_type", "copy"})
 
 
 def of_distances(given: Mapping[str, Any]) -> dict[str, Array]:
@@ -39,64 +39,61 @@ def of_distances(given: Mapping[str, Any]) -> dict[str, Array]:
     (_, t, _, h), s = given["q"].shape, given["k"].shape[1]
     read = {x: given[x] for x in OWN if x in given}
     apart = hoisted(given["score"], read, t, s)
-    scale, parts = scale_of(apart.score), [x for x in apart.parts if x.kind == DISTANCE]
-    if scale is None or len(parts) != 1:
+    rest, parts = without_distances(apart.score), list(apart.parts)
+    of_distance = [x for x in parts if x.kind == DISTANCE]
+    if rest is None or len(of_distance) != 1:
         return {}
-    (part,) = parts
+    part = parts.pop(parts.index(of_distance[0]))
     tables = {x: read[x] for x in part.part.arrays if x in TABLES}
-    if not tables or any(x.dtype != jnp.float32 for x in tables.values()):
+    elsewhere = {*rest.arrays, *(name for x in parts for name in x.part.arrays)}
+    if not tables or not elsewhere.isdisjoint(tables):
+        return {}
+    if any(x.dtype != jnp.float32 for x in tables.values()):
         return {}
     away, back = jax.vjp(lambda x: apart.read(read | x, t, s)[part.name], tables)
     if 4 * away.shape[0] * away.shape[1] * t * s >= TOO_MANY:
         return {}
     own = (*OWN, *OWN_PARAMS, "config")
     plain = {x: value for x, value in given.items() if x not in own}
-    plain |= {"bias": spread(away, t), "scale": scale * plain.get("scale", 1.0)}
+    plain["bias"] = spread(away, t)
+    if rest.out.kind != PRODUCT:
+        made = apart.read(read, t, s)
+        plain |= {"score": rest, "read": {x: made[x] for x in rest.arrays}}
     sizes = filled_backward(h), filled_backward(given["v"].shape[3])
-    config = first_fitting_backward(*sizes, extra_of(plain))
+    config = first_fitting_backward(*sizes, extra_of(hopper.flat(plain)))
     grads = hopper.backward(**plain, config=config) if config is not None else {}
     if "bias" not in grads:
         return {}
     return back(along_diagonals(grads["bias"]).astype(away.dtype))[0]
 
 
-def scale_of(score: Score) -> float | None:
-    """Returns the scale of the product, if only a number of its distance is added.
+def without_distances(score: Score) -> Score | None:
+    """Returns a function without the number of a distance that is added at its end.
+
+    Nothing is returned if that is not all that it does with such numbers.
 
     Args:
         score: What remains of a function whose repeating parts are read.
     """
-    if score.product_dtype != "float32":
+    if score.out.kind != "step":
         return None
-    known: list[tuple[float, int] | None] = []
-
-    def of(ref: Ref) -> tuple[float, int] | None:
-        if ref.kind == PRODUCT:
-            return 1.0, 0
-        return known[ref.name] if ref.kind == "step" else None
-
-    for step in score.steps:
-        ins, made = [of(ref) for ref in step.ins], None
-        if step.dtype != "float32":
-            pass
-        elif step.name == LOOKUP and str(step.ins[0].name).startswith(AWAY):
-            made = 0.0, 1
-        elif step.name in CASTS:
-            made = ins[0]
-        elif step.name == "mul":
-            made = _scaled(step.ins, ins)
-        elif step.name in ("add", "add_any") and None not in ins:
-            (a, x), (c, y) = ins  # type: ignore[misc]
-            made = (a + c, x + y)
-        known.append(made)
-    found = of(score.out)
-    return found[0] if found is not None and found[1] == 1 else None
-
-
-def _scaled(refs: tuple[Ref, ...], known: list[Any]) -> tuple[float, int] | None:
-    """A product times a number."""
-    for number, other in ((0, 1), (1, 0)):
-        if refs[number].kind == "number" and known[other] is not None:
-            scale, count = known[other]
-            return (scale * float(refs[number].value), 0) if not count else None
+    last = score.steps[score.out.name]
+    if last.name not in ("add", "add_any") or last.dtype != "float32":
+        return None
+    for ref, other in (last.ins, last.ins[::-1]):
+        rest = pruned(replace(score, out=other))
+        if _is_distance(score, ref) and not any(map(_is_away, rest.arrays)):
+            return rest
     return None
+
+
+def _is_distance(score: Score, ref: Ref) -> bool:
+    """Whether an operand is the number of a distance, in float32."""
+    step = score.steps[ref.name] if ref.kind == "step" else None
+    if step is None or step.name != LOOKUP or step.dtype != "float32":
+        return False
+    return _is_away(step.ins[0].name)
+
+
+def _is_away(name: Any) -> bool:
+    return str(name).startswith(AWAY)

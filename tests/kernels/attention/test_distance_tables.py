@@ -12,7 +12,6 @@ import pytest
 
 import rewriter
 from rewriter.kernels.attention.hopper import distance_tables
-from rewriter.kernels.attention.hopper.hoisting import hoisted
 from rewriter.kernels.attention.xla import scored as xla
 from tests.kernels.attention.test_hopper import LIMITS, error, operands
 from tests.spellings.attention.scores import bucket
@@ -60,7 +59,11 @@ def _hidden(x: Any, i: Any, j: Any, table: Any) -> Any:
     return jnp.where(seen, _added(x, i, j, table), -jnp.inf)
 
 
-SEEN = {"all": _added, "some": _hidden}
+def _bent(x: Any, i: Any, j: Any, table: Any) -> Any:
+    return 5 * jnp.tanh(x / 5) + _table(table, i, j)
+
+
+SEEN = {"all": _added, "some": _hidden, "bent": _bent}
 
 
 @pytest.mark.once
@@ -83,27 +86,19 @@ def test_the_table_of_buckets(name: str) -> None:
 
 
 OTHERS: dict[str, Callable[..., Any]] = {
-    "bent": lambda x, i, j, table: jnp.tanh(x) + _table(table, i, j),
     "multiplied": lambda x, i, j, table: x * _table(table, i, j),
-    "twice": lambda x, i, j, table: x + 2 * _table(table, i, j) + _table(table, i, j),
     "bent together": lambda x, i, j, table: jnp.tanh(x + _table(table, i, j)),
     "negative": lambda x, i, j, table: x - _table(table, i, j),
-    "squared": lambda x, i, j, table: x * x + _table(table, i, j),
+    "both": lambda x, i, j, table: (
+        jnp.exp(_table(table, i, j)) * x + _table(table, i, j)
+    ),
 }
-MORE = [name for name in OTHERS if name != "bent"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["added", "bent", *(pytest.param(x, marks=pytest.mark.once) for x in MORE)],
-)
-def test_other_functions_add_up_otherwise(name: str) -> None:
-    """What is no product and a number of its distance has no scale."""
-    given, _ = _site(OTHERS.get(name, _added))
-    apart = hoisted(given["score"], {"table_0": given["table_0"]}, T, S)
-    scale = distance_tables.scale_of(apart.score)
-    alone = name == "added" or (name == "twice" and len(apart.parts) == 1)
-    assert scale == (pytest.approx(SCALE) if alone else None), apart.score
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_functions_use_the_number_otherwise(name: str) -> None:
+    given, _ = _site(OTHERS[name])
+    assert distance_tables.of_distances(given) == {}
 
 
 def test_the_gradient_of_a_rewritten_program_has_the_kernel() -> None:
