@@ -13,7 +13,12 @@ import pytest
 import rewriter
 from rewriter.kernels.attention.hopper import distance_tables
 from rewriter.kernels.attention.xla import scored as xla
-from tests.kernels.attention.test_hopper import LIMITS, error, operands
+from tests.kernels.attention.test_hopper import (
+    LIMITS,
+    error,
+    needs_hopper,
+    operands,
+)
 from tests.spellings.attention.scores import bucket
 from tests.support.kernels import simulator
 from tests.support.kernels.float64 import float64
@@ -116,3 +121,27 @@ def test_the_gradient_of_a_rewritten_program_has_the_kernel() -> None:
     ).mlir_module()
     assert text.count("mosaic_gpu_v2") >= 2
     assert f"tensor<{B}x{N}x{T}x{S}xf32>" not in text
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", SEEN)
+def test_the_table_of_buckets_on_a_gpu(name: str) -> None:
+    """As near to float64 as the program as written, or nearer."""
+    program = _program(SEEN[name])
+    q, k, v, up = operands((B, T, S, N, N, H, H), "bfloat16")
+    kernels = {"scored_attention": "hopper"}
+    fast = rewriter.optimize(program, implementation=kernels)
+
+    def gradient(f: Callable[..., Any], *qkv: Any, up: Any = up) -> Any:
+        return jax.jit(jax.grad(lambda r: (f(*qkv, r) * up).sum()))
+
+    got, own = (gradient(f, q, k, v)(TABLE) for f in (fast, program))
+    with float64():
+        wide = [np.asarray(x, np.float64) for x in (q, k, v)]
+        more = np.asarray(up, np.float64)
+        want = np.asarray(
+            gradient(program, *wide, up=more)(np.asarray(TABLE, np.float64))
+        )
+    limit = max(2 * LIMITS["bfloat16"], 1.5 * error(own, want))
+    assert error(got, want) <= limit
