@@ -106,6 +106,7 @@ def test_other_functions_use_the_number_otherwise(name: str) -> None:
     assert distance_tables.of_distances(given) == {}
 
 
+@pytest.mark.once
 def test_the_gradient_of_a_rewritten_program_has_the_kernel() -> None:
     """Lowered for a GPU: forward, dk and dv, dq, and the bias's cotangent."""
     fast = rewriter.optimize(
