@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.embedding import consecutive_ids, in_order, xla
+from rewriter.kernels.embedding import by_distance, consecutive_ids, in_order, xla
 from rewriter.kernels.embedding.cost import cost, of_lookup
 from rewriter.kernels.embedding.lookup import NAME as LOOKUP
 from rewriter.kernels.embedding.reference import looked_up, reference, sample
@@ -20,7 +20,7 @@ SUMS = Op(
     about="Rows added to the rows of a table that ids name: the gradient of a lookup.",
     reference=reference,
     sample=sample,
-    defaults={"outside": "drop", "start": 0, "period": 0},
+    defaults={"outside": "drop", "start": 0, "period": 0, "across": 0},
     parallel="...",
     words={"outside": unsaid},
     cost=cost,
@@ -47,4 +47,6 @@ TAKEN = Op(
 
 OPS = (SUMS, TAKEN)
 
-KERNELS = (*consecutive_ids.KERNELS, *xla.KERNELS, *in_order.KERNELS)
+KERNELS = (
+    *consecutive_ids.KERNELS, by_distance.KERNEL, *xla.KERNELS, *in_order.KERNELS,
+)  # fmt: skip

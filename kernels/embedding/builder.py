@@ -98,9 +98,10 @@ def _added_by_id(
     outside: str = "drop",
     start: int = 0,
     period: int = 0,
+    across: int = 0,
 ) -> Array:
     """The sums, by a function of one table that has those of all leading axes."""
-    del start, period
+    del start, period, across
     *lead, _, d = rows.shape
     flat, of_row, total = forms.flattened(rows, ids, size, outside)
     table = None if table is None else table.reshape(total, d)
@@ -108,8 +109,9 @@ def _added_by_id(
 
 
 def _added_by_position(
-    add: Callable[..., Array], /, *, outside: str = "drop", **given: Any
-) -> Array:
+    add: Callable[..., Array], /, *, outside: str = "drop", across: int = 0,
+    **given: Any,
+) -> Array:  # fmt: skip
     """The sums; every position is a row of the table."""
-    del outside
+    del outside, across
     return add(**given)

@@ -53,13 +53,14 @@ def backward(
     outside: str = "drop",
     start: int = 0,
     period: int = 0,
+    across: int = 0,
 ) -> dict[str, jax.Array]:
     """Returns the cotangents: of each row, the one that its id names.
 
     An id that is outside against a promise names the nearest one, as XLA has it.
     Operands are those of the op, and parameters are as in `reference`.
     """
-    del out, residuals
+    del out, residuals, across
     *lead, m, d = rows.shape
     if ids is None:
         some = lax.slice_in_dim(cotangent, start, start + period, axis=-2)

@@ -19,6 +19,7 @@ def reference(
     outside: str = "drop",
     start: int = 0,
     period: int = 0,
+    across: int = 0,
 ) -> jax.Array:
     """Returns a table of zeros, or the one given, with each row added to one of its.
 
@@ -29,10 +30,13 @@ def reference(
             is none. XLA drops such a row, and its gradient is that of the nearest.
         start: Without ids: the first one.
         period: Without ids: row i has the id ``start + i % period``.
+        across: If not 0, ids are those of distances: row ``i * across + j`` has one
+            that depends on ``j - i`` alone.
 
     Returns:
         [..., size, d], in the rows' dtype.
     """
+    del across
     *lead, m, d = rows.shape
     if ids is None:
         ids = jnp.broadcast_to(counted(m, start, period), (*lead, m))

@@ -33,6 +33,8 @@ def _local(
     if "table" in own:
         own["table"] = jnp.where(first == 0, own["table"], 0)
     *lead, m, _ = own["rows"].shape
+    if m % (params.get("across") or 1):
+        params = {**params, "across": 0}
     period = params.get("period", 0)
     if "ids" in own or m % period == 0:
         return own, params

@@ -38,4 +38,4 @@ def add(
 
 PAYS = functools.partial(pays_in_16_bits, "rows")
 
-KERNELS = builder.by_id("in_float32", add, PAYS, deterministic)
+KERNELS = BY_ID, _ = builder.by_id("in_float32", add, PAYS, deterministic)

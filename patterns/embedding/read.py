@@ -37,6 +37,7 @@ from rewriter.find.reading import (
     split_digits,
     unproved,
 )
+from rewriter.patterns.embedding.distances import keys_of_distances
 from rewriter.program.graph import Graph, Node
 
 SUMS, LOOKUP = "embedding", "embedding_lookup"
@@ -145,6 +146,10 @@ def read(find: Finder, node: Node, op: str) -> Reading:
     else:
         if axes.outside != USUAL[op]:
             params["outside"] = axes.outside
+        around = find.evaluator_around(value)
+        keys = keys_of_distances(around, node, order.rows, axes.column)
+        if op == SUMS and keys:
+            params["across"] = keys
         operands["ids"] = _operand(find, ev, node.ins[1], of_ids, axes.column)
     if op == LOOKUP or ev.number(node.ins[0]) != 0:
         operands["table"] = _operand(find, ev, node.ins[0], of_table)

@@ -1,6 +1,7 @@
 """Decoding against a latent cache on a Hopper GPU: XLA as written beside ours.
 
-  python3 -m tests.bench.latent_decode [--cases "A;B"] [--turns 10] [--json PATH]
+  python3 -m tests.bench.latent_decode [--cases "A;B"] [--by "A,B"] [--turns 10]
+      [--json PATH]
 
 One query of 128 heads for each sequence, keys of 512 + 64 columns for all heads, values
 of the first 512, as in DeepSeek V2 and V3. Microseconds are the device's by CUPTI, all
@@ -116,7 +117,9 @@ def exact(x: dict[str, jax.Array], lengths: np.ndarray) -> np.ndarray:
         return np.asarray(reference(q, k, v, **more))
 
 
-def measured(name: str, turns: int, several: bool) -> list[dict[str, Any]]:
+def measured(
+    name: str, by: list[str], turns: int, several: bool
+) -> list[dict[str, Any]]:
     """Returns a row for each program of a case and kind of lengths."""
     b, s = CASES[name]
     make = jax.jit(operands, static_argnums=(1, 2))
@@ -125,8 +128,8 @@ def measured(name: str, turns: int, several: bool) -> list[dict[str, Any]]:
     on = device.attached()
     first = sets[0], jnp.asarray(drawn)
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda run: compiled(run, *first), PROGRAMS.values()))
-    made = dict(zip(PROGRAMS, made, strict=True))
+        made = list(pool.map(lambda x: compiled(PROGRAMS[x], *first), by))
+    made = dict(zip(by, made, strict=True))
     programs = {by: p for by, p in made.items() if not isinstance(p, str)}
     rows = [
         {"case": name, "by": by, "failed": p}
@@ -161,17 +164,18 @@ def main() -> None:
     """Prints a line per measurement; writes all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default=";".join(CASES))
+    parser.add_argument("--by", default=",".join(PROGRAMS))
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
     rows = []
     for name in given.cases.split(";"):
         b, s = CASES[name]
-        for row in measured(name, given.turns, b * s < 1 << 22):
+        for row in measured(name, given.by.split(","), given.turns, b * s < 1 << 22):
             print(*(f"{k}={v}" for k, v in row.items()), sep="  ", flush=True)
             rows.append(row)
-    if given.json:
-        record.write(given.json, COMMAND, cases=CASES, page=PAGE, results=rows)
+        if given.json:
+            record.write(given.json, COMMAND, cases=CASES, page=PAGE, results=rows)
 
 
 if __name__ == "__main__":

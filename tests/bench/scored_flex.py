@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ def prepared(function: Function, arrays: Sequence[Any]) -> dict[str, Step]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()  # it gives up after eight programs
+    del sys.argv[1:]  # Inductor writes what follows --only between apostrophes
     given = [torch.from_dlpack(jax.device_put(x)).clone() for x in arrays]
     heads_first = lambda x: x.transpose(1, 2).contiguous()
     q, k, v, up = map(heads_first, (*given[:3], given[-1]))

@@ -1,14 +1,18 @@
 """Times triangle multiplication on a GPU: XLA as written beside what is chosen.
 
     python3 -m tests.bench.triangle [--sizes 512,768] [--edges outgoing,incoming]
-        [--passes both,forward] [--arms written,chosen,units,norms,both] [--json PATH]
+        [--passes both,forward] [--arms written,chosen,units,norms,both] [--kernels]
+        [--json PATH]
 
 Outgoing and incoming edges of n x n pairs of 128 channels, gated, with both layer
 norms, as AlphaFold 3 writes them, forward and with the gradients of pairs and weights.
 Microseconds on the device by CUPTI, medians of runs that take turns: as ``written``, as
 ``chosen``, and with kernels that are forced for gated units, for norms and for both.
-``parts`` are the kernels of one run, those that take longest, by what they do. Times at
-the device's limits, from `rewriter.ops.device`:
+``parts`` are the kernels of one run, those that take longest, by what they do. With
+``--kernels``, ``kernels`` are those of ``written`` one by one, with the bytes that they
+read and write, the operations of their products, and the time of each at the device's
+limits. ``passes_us`` are these added up: what XLA's own passes take at the limits, and
+``passed`` their bytes. Times at the device's limits, from `rewriter.ops.device`:
 
 - ``bytes_us``: of reading and writing each array once that a program must pass between
   its contractions: pairs, both gated projections, the product, the result.
@@ -38,7 +42,7 @@ import rewriter
 from rewriter import _jax
 from rewriter.hardware import timing
 from rewriter.ops import device
-from tests.bench import record
+from tests.bench import hlo_kernels, record
 from tests.bench.choices import BF16, F32, apart
 
 CHANNELS, TURNS, SHOWN = 128, 9, 12
@@ -115,6 +119,38 @@ def parts_of(call: Callable[[], Any]) -> dict[str, float]:
     return {name: round(us, 1) for name, us in found.most_common(SHOWN)}
 
 
+def kernels_of(program: Any, call: Callable[[], Any]) -> dict[str, Any]:
+    """Returns a program's kernels in order, with times, bytes and operations.
+
+    A kernel of cuBLAS has no instruction's name: it takes the next call's work.
+    """
+    on, works = device.attached(), hlo_kernels.work_of(program)
+    by_name = {x.name: x for x in works}
+    ran = [min(pair, key=lambda x: x[1]) for pair in _turns(call)]
+    calls = iter([x for x in works if not any(x.name == name for name, _ in ran)])
+    rows = []
+    for name, seconds in ran:
+        work = by_name.get(name) or next(calls, None)
+        us = {"kernel": name[:60], "us": round(1e6 * seconds, 1)}
+        if work is not None:
+            least = max(work.nbytes / on.bandwidth, work.flops / on.flops)
+            us |= {
+                "instruction": work.name, "mb": round(work.nbytes / 1e6, 1),
+                "gflop": round(work.flops / 1e9, 1), "least_us": round(1e6 * least, 1),
+            }  # fmt: skip
+        rows.append(us)
+    return {
+        "kernels": rows,
+        "passed_mb": round(sum(x.nbytes for x in works) / 1e6),
+        "passes_us": round(sum(x.get("least_us", 0.0) for x in rows), 1),
+    }
+
+
+def _turns(call: Callable[[], Any]) -> list[tuple[Any, ...]]:
+    """The kernels of some runs, each with its name and seconds."""
+    return list(zip(*(_jax.kernel_seconds(call) for _ in range(5)), strict=False))
+
+
 def limits(n: int, passes: str) -> dict[str, float]:
     """Returns the microseconds at the device's limits.
 
@@ -132,8 +168,10 @@ def limits(n: int, passes: str) -> dict[str, float]:
     }
 
 
-def measured(edges: str, n: int, passes: str, arms: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row's figures."""
+def measured(
+    edges: str, n: int, passes: str, arms: dict[str, Any], kernels: bool = False
+) -> dict[str, Any]:
+    """Returns a row's figures, with those of single kernels if they are asked for."""
     sets = [operands(n, seed) for seed in range(2)]
     sets = [x if passes == "both" else x[:3] for x in sets]
     made: dict[str, Any] = {
@@ -151,6 +189,9 @@ def measured(edges: str, n: int, passes: str, arms: dict[str, Any]) -> dict[str,
     made["parts"] = {
         by: parts_of(lambda x=x: x(*sets[1])) for by, (x, _) in arms.items()
     }
+    if kernels and "written" in arms:
+        program = arms["written"][0]
+        made["written"] = kernels_of(program, lambda: program(*sets[1]))
     return made
 
 
@@ -161,6 +202,7 @@ def main() -> None:
     parser.add_argument("--edges", default=",".join(EDGES))
     parser.add_argument("--passes", default=",".join(PASSES))
     parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
     sizes, arms = map(int, given.sizes.split(",")), given.arms.split(",")
@@ -169,11 +211,13 @@ def main() -> None:
     for x in [(e, n, p) for n in sizes for e in edges for p in passes]:
         with ThreadPoolExecutor(len(arms)) as pool:
             made = {by: pool.submit(compiled, *x, by) for by in arms}
-        found = measured(*x, {by: future.result() for by, future in made.items()})
+        programs = {by: future.result() for by, future in made.items()}
+        found = measured(*x, programs, given.kernels)
         print(json.dumps(found, default=str), flush=True)
         rows.append(found)
         if given.json:
             told = f"--edges {given.edges} --passes {given.passes} --arms {given.arms}"
+            told += " --kernels" * given.kernels
             record.write(
                 given.json, f"python3 -m tests.bench.triangle {told}", rows=rows
             )

@@ -135,7 +135,7 @@ def _hoisted(score: Score, shapes: Any, t: int) -> Hoisted:
         instead[at] = Ref("array", name)
     for at, ref in instead.items():
         steps[at] = Step("copy", (ref,), steps[at].dtype, run=lambda x: x)
-    remains = _pruned(replace(score, steps=tuple(steps)))
+    remains = pruned(replace(score, steps=tuple(steps)))
     used = set(remains.arrays)
     parts = [part for part in parts if part.name in used]
     return Hoisted(_with_lookups(remains, t), tuple(parts))
@@ -195,8 +195,8 @@ def _needed(score: Score) -> set[int]:
     return needed
 
 
-def _pruned(score: Score) -> Score:
-    """The function without steps that its result does not depend on."""
+def pruned(score: Score) -> Score:
+    """Returns a function without steps that its result does not depend on."""
     needed, new = sorted(_needed(score)), {}
     for at in needed:
         new[at] = len(new)
@@ -210,7 +210,7 @@ def _pruned(score: Score) -> Score:
 
 def _alone(score: Score, at: int) -> Score:
     """The part of a function that gives one step."""
-    return _pruned(replace(score, out=Ref("step", at)))
+    return pruned(replace(score, out=Ref("step", at)))
 
 
 def _with_lookups(score: Score, t: int) -> Score:

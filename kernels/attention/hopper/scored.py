@@ -23,6 +23,7 @@ from rewriter.kernels.attention.hopper.backward_config import (
     first_fitting_backward,
     fits_backward_widths,
 )
+from rewriter.kernels.attention.hopper.distance_tables import of_distances
 from rewriter.kernels.attention.hopper.dtypes import takes_dtypes
 from rewriter.kernels.attention.hopper.extra_operands import extra_of
 from rewriter.kernels.attention.hopper.functions import Function, function_of
@@ -151,7 +152,8 @@ def forward(**given: Any) -> Any:
 def backward(**given: Any) -> dict[str, Array]:
     """Returns cotangents of float operands. XLA computes those of what is read.
 
-    Those of arrays are added up tile by tile, those of tables as in `of_tables`.
+    Those of arrays are added up tile by tile, those of tables as in `of_distances`,
+    or as in `of_tables`.
     Compilers drop gradients that nobody asks for.
     """
     as_written = {n: x for n, x in given.items() if n not in ("config", PARAM, REACHES)}
@@ -166,7 +168,7 @@ def backward(**given: Any) -> dict[str, Array]:
     if left:
         by_xla = xla.backward(**as_written)
         grads |= {n: by_xla[n] for n in left}
-        grads |= of_tables(as_written)
+        grads |= of_distances(given) or of_tables(as_written)
     return grads
 
 

@@ -211,3 +211,44 @@ def test_on_a_gpu(size: int, kernel: str) -> None:
     np.add.at(want, ids, np.asarray(rows, np.float64))
     got = np.asarray(_sums(kernel, rows, ids, size=size), np.float64)
     assert np.abs(got - want).max() <= 2.0**-8 * np.abs(want).max()
+
+
+SQUARE = RNG.normal(size=(3, 4, 5, 8)).astype(np.float32)
+AWAY = np.arange(5)[None] - np.arange(4)[:, None]
+
+
+@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize("outside", ["drop", "clip"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_distance(dtype: str, outside: str, with_table: bool) -> None:
+    """Some distances name no row, or a number that is not finite."""
+    rows, ids = SQUARE.copy(), np.stack([2 * AWAY, AWAY // 2, abs(AWAY)])
+    rows[0, 0, 1, 2], rows[1, 2, 2, 3], rows[2, 3, 0, 1] = np.nan, np.inf, -np.inf
+    flat = jnp.asarray(rows, dtype).reshape(3, 20, 8)
+    ids = ids.reshape(3, 20).astype(np.int32)
+    table = np.ones((3, 5, 8)) if with_table else None
+    start = None if table is None else jnp.asarray(table, dtype)
+    got = _sums("by_distance", flat, ids, start, size=5, outside=outside, across=5)
+    exact = [_exact(x, k, 5, outside) for x, k in zip(flat, ids, strict=True)]
+    want = np.stack(exact) + (0 if table is None else table)
+    assert got.dtype == dtype
+    rtol = 1e-5 if dtype == "float32" else 1e-2
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol, rtol)
+
+
+@pytest.mark.parametrize("transform", slow.first(2, FEW))
+def test_transforms_of_rows_of_a_distance(transform: str) -> None:
+    bound, plain, (rows, _) = _both(
+        "by_distance", {"rows": (20, 4), "ids": (20,)}, {"across": 5}
+    )
+    ids = jnp.asarray(abs(AWAY).reshape(20), jnp.int32)
+    given = lambda fn: lambda rows: fn(rows, ids)
+    transforms.check(transform, given(bound), given(plain), [rows])
+
+
+@pytest.mark.parametrize(("count", "across"), [(2, 5), (4, 5), (5, 0)])
+def test_parts_of_a_square_are_whole_rows_of_it(count: int, across: int) -> None:
+    params = {"size": 5, "across": 5}
+    given = {"rows": jnp.ones((20 // count, 8)), "ids": jnp.zeros(20 // count, int)}
+    _, static = OP.spread(params).local(given, params, {"m": Part(0, count)})
+    assert static["across"] == across
