@@ -64,7 +64,10 @@ def test_functions_of_one_name_differ_by_their_code_and_what_they_close_over() -
         jnp.zeros(2), {"a": [jnp.zeros(2)]}, pytest, type("Own", (), {}),
         functools.partial(takes_all, np.zeros(2)),
     ],
-    ids=str,
+    ids=[
+        "lambda", "partial", "object", "numpy", "jax", "inside", "module", "class",
+        "array bound",
+    ],
 )  # fmt: skip
 def test_values_that_no_text_tells_whole_have_none(value: object) -> None:
     with pytest.raises(NotPlain):
