@@ -28,7 +28,6 @@ from rewriter.ops.device import Device
 from rewriter.program.equations import live
 from rewriter.program.loops import Loop, loops_in, traced
 from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
-from rewriter.rewrite.minimum_cut import lightest_cut
 from rewriter.rewrite.passes.flops import SITES, flops_of, is_sized, size
 from rewriter.support.sizes import size_text
 
@@ -171,6 +170,8 @@ class _Cut:
 
 def _cut(pair: _Pair) -> _Cut | None:
     """The values to stack, or to pass to the backward; None if that saves nothing."""
+    import networkx  # slow to import; most programs stack nothing
+
     forward = pair.forward
     if not isinstance(forward.length, int) or not is_sized(forward.inputs):
         return None
@@ -178,21 +179,27 @@ def _cut(pair: _Pair) -> _Cut | None:
     position = dict(zip(forward.inputs, range(len(forward.inputs)), strict=True))
     wanted = {forward.outs[k] for k in pair.read}
     stacked = set(_vars(forward.outs[k] for k in pair.anyway))
-    nodes: dict[Any, tuple[int, list[Any] | None]] = {}
-    todo = list(wanted)
+    graph = networkx.DiGraph()
+    todo, seen = list(wanted), set(wanted)
+    for value in wanted:
+        graph.add_edge((value, "out"), "end")
     while todo:
         value = todo.pop()
-        if value in nodes:
-            continue
         weight = _weight(pair, value, position.get(value), wanted, stacked)
+        graph.add_edge((value, "in"), (value, "out"), capacity=weight)
         maker = makers.get(value)
-        first = maker is None or not _cheap(maker)
-        operands = None if first else _vars(maker.invars)
-        nodes[value] = weight, operands
-        todo += operands or ()
-    if all(operands is not None for _, operands in nodes.values()):
-        return None  # no value is costly or an input
-    cut = lightest_cut(wanted, nodes)
+        if maker is None or not _cheap(maker):
+            graph.add_edge("start", (value, "in"))
+            continue
+        for operand in _vars(maker.invars):
+            graph.add_edge((operand, "out"), (value, "in"))
+            if operand not in seen:
+                seen.add(operand)
+                todo.append(operand)
+    if "start" not in graph:  # no value is costly or an input
+        return None
+    _, (near, _) = networkx.minimum_cut(graph, "start", "end")
+    cut = [v for v in seen if (v, "in") in near and (v, "out") not in near]
     recomputed = [
         v for v in cut if v not in stacked and not _is_given(forward, position.get(v))
     ]

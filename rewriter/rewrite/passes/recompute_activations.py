@@ -35,7 +35,6 @@ from rewriter.program.contents import Contents, contents_of
 from rewriter.program.equations import Equations
 from rewriter.program.loops import inserted
 from rewriter.rewrite.beside_sites import BodyPass, Change, Changed
-from rewriter.rewrite.minimum_cut import lightest_cut
 from rewriter.rewrite.passes.flops import is_sized, size
 from rewriter.rewrite.passes.recompute import CHEAP, NEW, is_elementwise
 from rewriter.support.sizes import size_text
@@ -291,8 +290,7 @@ class _Cuts:
             nodes.append((self._weight(value), numbers))
         key = len(region.wanted), tuple(nodes)
         if key not in self.known:
-            numbered = dict(enumerate(nodes))
-            self.known[key] = lightest_cut(range(len(region.wanted)), numbered)
+            self.known[key] = _minimum_cut(*key)
         return frozenset(values[k] for k in self.known[key])
 
     def _weight(self, value: Any) -> int:
@@ -301,6 +299,40 @@ class _Cuts:
             return 0
         weight = 100 * size(value)
         return weight if value in self.late.readers else int(NEW * weight)
+
+
+def _minimum_cut(wanted: int, nodes: Sequence[Node]) -> frozenset[int]:
+    """The numbers of the lightest nodes through which all paths to wanted ones lead.
+
+    Args:
+        wanted: How many nodes are wanted, the first ones.
+        nodes: All of them.
+    """
+    first = [k for k, (_, operands) in enumerate(nodes) if operands is None]
+    if len(first) == 1 and _is_lightest(first[0], nodes):
+        return frozenset(first)
+    import networkx  # slow to import, and seldom needed
+
+    graph = networkx.DiGraph()
+    for k in range(wanted):
+        graph.add_edge((k, "out"), "end")
+    for k, (weight, operands) in enumerate(nodes):
+        graph.add_edge((k, "in"), (k, "out"), capacity=weight)
+        if operands is None:
+            graph.add_edge("start", (k, "in"))
+        for operand in operands or ():
+            graph.add_edge((operand, "out"), (k, "in"))
+    if "start" not in graph:
+        return frozenset()
+    _, (near, _) = networkx.minimum_cut(graph, "start", "end")
+    every = range(len(nodes))
+    return frozenset(k for k in every if (k, "in") in near and (k, "out") not in near)
+
+
+def _is_lightest(node: int, nodes: Sequence[Node]) -> bool:
+    """Whether a node is lighter than every other one."""
+    weight = nodes[node][0]
+    return all(k == node or weight < w for k, (w, _) in enumerate(nodes))
 
 
 # ------------------------------------------------------------------ what is read again

@@ -102,9 +102,9 @@ def test_activations_are_computed_again(name):
 
 def test_equal_layers_are_cut_once(monkeypatch):
     cuts = []
-    real = recompute_activations.lightest_cut
+    real = recompute_activations._minimum_cut
     monkeypatch.setattr(
-        recompute_activations, "lightest_cut", lambda *a: cuts.append(a) or real(*a)
+        recompute_activations, "_minimum_cut", lambda *a: cuts.append(a) or real(*a)
     )
     _, _, found = changed(jax.value_and_grad(model(jax.nn.gelu)), WEIGHTS, X)
     assert len(found) == LAYERS
