@@ -46,9 +46,17 @@ def same_literal(a: Any, b: Any) -> bool:
     """Whether two literals are the same number, to the bit, of the same type."""
     if a is b or (a.val is b.val and a.aval == b.aval):
         return True
-    if a.aval != b.aval or is_opaque(a.val):
+    if a.aval != b.aval:
+        return False
+    if a.val.__class__ is b.val.__class__ in PLAIN and a.val == b.val != 0:
+        return True
+    if is_opaque(a.val):
         return False
     return np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
+
+
+PLAIN = frozenset({bool, int, float, np.float32, np.int32, np.bool_})
+"""Types of numbers with one form in bits for each value but zero."""
 
 
 def is_drop(var: Any) -> bool:
