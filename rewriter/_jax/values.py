@@ -12,6 +12,7 @@ import numpy as np
 from jax._src import core, hardware_utils
 from jax._src.export import shape_poly
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+from jax._src.literals import TypedNdArray
 
 
 def size_range(size: Any) -> tuple[int, int]:
@@ -48,15 +49,11 @@ def same_literal(a: Any, b: Any) -> bool:
         return True
     if a.aval != b.aval:
         return False
-    if a.val.__class__ is b.val.__class__ in PLAIN and a.val == b.val != 0:
-        return True
+    if a.val.__class__ is b.val.__class__ is TypedNdArray:  # most are
+        return bool(a.val.val.tobytes() == b.val.val.tobytes())
     if is_opaque(a.val):
         return False
     return np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
-
-
-PLAIN = frozenset({bool, int, float, np.float32, np.int32, np.bool_})
-"""Types of numbers with one form in bits for each value but zero."""
 
 
 def is_drop(var: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -31,7 +32,10 @@ class Contents:
     @functools.cached_property
     def makers(self) -> Mapping[Any, Any]:
         """By variable, the equation that makes it."""
-        return {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        outs = [eqn.outvars for eqn in self.eqns]
+        each = map(itertools.repeat, self.eqns, map(len, outs))
+        chain = itertools.chain.from_iterable
+        return dict(zip(chain(outs), chain(each), strict=True))
 
     @functools.cached_property
     def _positions(self) -> dict[Any, list[int]]:

@@ -127,10 +127,10 @@ class _Late:
     def of(cls, body: Any) -> _Late | None:
         """What a body reads late; None if none of it is computed expensively."""
         held = contents_of(body)
-        costly = _costly(held)
+        saved = {a for a in _outs(body) if not _jax.is_literal(a)}
+        costly = _costly(held, saved)
         if not costly:
             return None
-        saved = {a for a in _outs(body) if not _jax.is_literal(a)}
         depth, late = _depths(held)
         readers: dict[Any, list[int]] = {}
         for k, after, fused in late:
@@ -168,25 +168,29 @@ def _depths(held: Contents) -> tuple[dict[Any, int], list[tuple[int, int, bool]]
     return depth, late
 
 
-def _costly(held: Contents) -> set[Any]:
-    """The values that elementwise functions, an expensive one among them, make."""
+def _costly(held: Contents, outs: Set[Any]) -> set[Any]:
+    """The values that elementwise functions, an expensive one among them, make.
+
+    None if each of them has one reader: then nothing that the forward pass needs is
+    read late.
+    """
     may = set(filter(_may_be_expensive, held.primitives))
     places = held.positions(may)
     first = next((k for k in places if _is_expensive(held.eqns[k])), None)
-    found: set[Any] = set()
+    found, read, forks = set[Any](), set[Any](), False
     variable = _jax.Var
     for eqn in held.eqns[first:] if first is not None else ():
-        above = False
-        for a in eqn.invars:  # a hot loop
-            if a.__class__ is variable and a in found:
-                above = True
-                break
+        above = [a for a in eqn.invars if a.__class__ is variable and a in found]
+        if above:
+            forks = forks or not read.isdisjoint(above)
+            read.update(above)
         if (above or eqn.primitive in may) and _makes_costly(eqn, above):
             found.update(eqn.outvars)
-    return found
+            forks = forks or len(eqn.outvars) > 1
+    return found if forks or not read.isdisjoint(outs) else set()
 
 
-def _makes_costly(eqn: Any, above: bool) -> bool:
+def _makes_costly(eqn: Any, above: Sequence[Any]) -> bool:
     """Whether an equation is elementwise, and expensive if what it reads is not."""
     if not above and not _is_expensive(eqn):
         return False
