@@ -189,8 +189,7 @@ def _at_its_cotangent(
 
     Or restated over pieces of its operands, if these have gradients.
     """
-    met = cotangents(graph, match, ruled=match.reading.ruled)
-    backward = _backward_of(graph, match, memory, met) if met else None
+    backward = find_backward(graph, match, memory)
     key = id(match.reading)
     if backward is not None:
         match, backward = _over_shared_layouts(graph, match, backward, memory, cut)
@@ -202,7 +201,7 @@ def _at_its_cotangent(
         backward = find_backward(graph, lower, memory)
         if backward is not None:
             return lower, backward
-    pieces = cut.up(match) if met else None
+    pieces = cut.up(match) if cotangents(graph, match) else None
     if pieces is not None:
         backward = find_backward(graph, pieces, memory)
         if backward is not None:
@@ -387,15 +386,11 @@ def find_backward(
         memory: Earlier results.
         without: Values to skip as candidates for the cotangent.
     """
-    candidates = cotangents(graph, match, ruled=match.reading.ruled)
+    ruled = match.reading.ruled
+    candidates = cotangents(graph, match, ruled=ruled)
     candidates = [v for v in candidates if v not in without]
-    return _backward_of(graph, match, memory, candidates) if candidates else None
-
-
-def _backward_of(
-    graph: Graph, match: Match, memory: ProofCache, candidates: Sequence[int]
-) -> Backward | None:
-    """The gradients of a match whose cotangent is one of some candidates."""
+    if not candidates:
+        return None
     key = id(match.reading)
     proved = memory.proved.setdefault(key, [])
     best = reapplied(graph, proved, match, candidates, memory.returned)
