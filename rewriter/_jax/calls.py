@@ -79,8 +79,11 @@ def call_body_name(eqn: Any) -> str:
 
 
 def _body_name(eqn: Any) -> str:
-    bodies = (n for n in BODY_NAMES if hasattr(eqn.params.get(n), "eqns"))
-    return next(bodies, "")
+    params = eqn.params
+    for name in BODY_NAMES:
+        if name in params and hasattr(params[name], "eqns"):
+            return name
+    return ""
 
 
 def counts_inputs(jaxpr: Any) -> bool:

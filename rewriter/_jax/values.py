@@ -12,6 +12,7 @@ import numpy as np
 from jax._src import core, hardware_utils
 from jax._src.export import shape_poly
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+from jax._src.literals import TypedNdArray
 
 
 def size_range(size: Any) -> tuple[int, int]:
@@ -46,7 +47,11 @@ def same_literal(a: Any, b: Any) -> bool:
     """Whether two literals are the same number, to the bit, of the same type."""
     if a is b or (a.val is b.val and a.aval == b.aval):
         return True
-    if a.aval != b.aval or is_opaque(a.val):
+    if a.aval != b.aval:
+        return False
+    if a.val.__class__ is b.val.__class__ is TypedNdArray:  # most are
+        return bool(a.val.val.tobytes() == b.val.val.tobytes())
+    if is_opaque(a.val):
         return False
     return np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
 

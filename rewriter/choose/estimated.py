@@ -68,7 +68,9 @@ def fastest_estimated(
             )
         elif not verdict.ok:
             refused.append((kernel.name, reasons_of(verdict)))
-    limits = {k.name: _margin(k, sized, device, passes) * xla for k in here}
+    limits = {
+        k.name: _margin(k, sized, device, passes) * xla for k in here if k.name in times
+    }
     better = [name for name, t in times.items() if t < limits[name]]
     best = min(better or times, key=times.__getitem__, default="")
     wins = bool(better)

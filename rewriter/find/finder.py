@@ -360,8 +360,7 @@ class Finder:
             if const is not None and np.issubdtype(
                 self.graph.dtype(current), np.floating
             ):
-                sizes = np.abs(np.asarray(const, np.float64))
-                found = float(np.max(sizes, initial=found, where=~np.isnan(sizes)))
+                found = max(found, _largest(const))
             node = self.graph.node_of(current)
             for i in node.ins if node is not None and self.local(node) else ():
                 if i not in seen:
@@ -418,3 +417,12 @@ class Finder:
     def where(self, node: Node) -> str:
         """The line of an equation, or of the call around it."""
         return line_of(node)
+
+
+def _largest(const: Any) -> float:
+    """The largest of some numbers without their signs; 0 for NaN."""
+    if np.shape(const) == ():  # most are one number
+        number = abs(float(np.asarray(const)))
+        return number if number >= 0 else 0.0
+    sizes = np.abs(np.asarray(const, np.float64))
+    return float(np.max(sizes, initial=0.0, where=~np.isnan(sizes)))

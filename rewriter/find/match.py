@@ -93,7 +93,7 @@ class ReaderPattern:
     looks_above: bool = False
     other_steps: tuple[Step, ...] = ()
 
-    @property
+    @functools.cached_property
     def op(self) -> Op:
         """The op of the same name."""
         return registry().op(self.name)

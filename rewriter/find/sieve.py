@@ -77,7 +77,8 @@ def primitives(jaxpr: Any) -> set[str]:
     for body in _each_body(jaxpr):
         held = contents_of(body)
         found |= held.names
-        if BATCHED not in found and any(map(_is_batched, held.named({"dot_general"}))):
+        look = BATCHED not in found and "dot_general" in held.names
+        if look and any(map(_is_batched, held.eqns)):
             found.add(BATCHED)
     return found
 
@@ -113,8 +114,9 @@ def _each_body(jaxpr: Any) -> Iterator[Any]:
             continue
         seen.add(id(body.eqns))
         yield body
-        for eqn in contents_of(body).named(_jax.BODIES):
-            bodies += _bodies(eqn)
+        held = contents_of(body)
+        for k, _ in held.holders:
+            bodies += _bodies(held.eqns[k])
 
 
 @dataclass(frozen=True)

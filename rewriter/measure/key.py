@@ -118,7 +118,10 @@ def nearest(
     ratios of its axes multiply to a factor of at most four.
     """
     best: tuple[float, tuple[Found, ...]] = (FAR, ())
+    alike = _but_shapes(key)
     for other, found in entries:
+        if other.dtypes != key.dtypes or _but_shapes(other) != alike:
+            continue
         distance = _distance(other, key)
         if distance < math.inf and _sizes(other, equal) != _sizes(key, equal):
             continue
@@ -128,8 +131,7 @@ def nearest(
 
 
 def _distance(a: Key, b: Key) -> float:
-    if _but_shapes(a) != _but_shapes(b):
-        return math.inf
+    """How far shapes of the same operands are apart."""
     total, seen = 0.0, set()
     for (name, first), (other, second) in zip(a.shapes, b.shapes, strict=True):
         if name != other or len(first) != len(second):
@@ -150,6 +152,6 @@ def _sizes(key: Key, axes: Mapping[str, Sequence[int]]) -> list[int]:
 
 
 def _but_shapes(key: Key) -> tuple[Any, ...]:
-    names = tuple(n for n, _ in key.shapes)
+    names = tuple([n for n, _ in key.shapes])
     more = (key.dtypes, key.params, key.device, key.precision)
     return key.op, key.passes, names, *more

@@ -57,7 +57,7 @@ def written_alike(jaxpr: Any) -> Any:
 
 def _is_even(atom: Any, even: Container[Any]) -> bool:
     """Whether an operand is one number everywhere."""
-    return not atom.aval.shape or (not _jax.is_literal(atom) and atom in even)
+    return not atom.aval.shape or (atom.__class__ is _jax.Var and atom in even)
 
 
 def _first_part(eqn: Any) -> Any:

@@ -73,9 +73,11 @@ class _Bodies:
         return known[1]
 
     def _with_bodies(self, body: Any) -> Any:
-        held, old = contents_of(body), body.eqns
-        outer = {p for p in held.primitives if p.name in _jax.BODIES}
-        new = {k: self._with_its_bodies(old[k]) for k in held.positions(outer)}
+        old, new = body.eqns, dict[int, Any]()
+        for k, others in contents_of(body).holders:
+            new[k] = self._with_its_bodies(old[k])
+            if others and not self._is_known_call(old[k]):
+                new |= {j: self._with_its_bodies(old[j]) for j in others}
         if all(eqn is old[k] for k, eqn in new.items()):
             return body
         eqns = [new.get(k, eqn) for k, eqn in enumerate(old)]

@@ -9,7 +9,9 @@ the array and a stride for each axis.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +56,8 @@ def view_of(atom: Any, makers: Mapping[Any, Any], repeats: bool = False) -> View
 
 
 def _has_numbers(shape: Sequence[Any]) -> bool:
-    return all(isinstance(d, int) for d in shape)
+    kinds = set(map(type, shape))
+    return kinds <= {int} or all(issubclass(kind, int) for kind in kinds)
 
 
 def whole(atom: Any) -> View:
@@ -65,7 +68,8 @@ def whole(atom: Any) -> View:
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the strides of an array."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    steps = itertools.accumulate(shape[:0:-1], operator.mul, initial=1)
+    return tuple(steps)[::-1] if shape else ()
 
 
 # ------------------------------------------------------------- of each primitive

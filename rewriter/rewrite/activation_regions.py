@@ -110,11 +110,7 @@ def multiplies_16_bits(body: Any) -> bool:
     """
     held = contents_of(body)
     reading = {p for p in held.primitives if _reads_in_memory(p.name)}
-    return any(
-        getattr(getattr(v.aval, "dtype", None), "itemsize", 0) == 2
-        for k in held.positions(reading)
-        for v in body.eqns[k].invars
-    )
+    return any(getattr(d, "itemsize", 0) == 2 for d in held.dtypes_read(reading))
 
 
 def _reads_in_memory(name: str) -> bool:

@@ -7,6 +7,7 @@ Everything else that it reads is an input.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,9 +88,19 @@ def _stores(eqn: Any) -> bool:
     if eqn.primitive.name != "convert_element_type":
         return False
     (out,) = eqn.outvars
-    shape, old = out.aval.shape, str(eqn.invars[0].aval.dtype)
-    sized = all(isinstance(n, int) for n in shape)
-    return len(shape) > 1 and sized and str(out.aval.dtype) in STORED and old in FLOATS
+    if (
+        _name(out.aval.dtype) not in STORED
+        or _name(eqn.invars[0].aval.dtype) not in FLOATS
+    ):
+        return False
+    shape = out.aval.shape
+    return len(shape) > 1 and all(isinstance(n, int) for n in shape)
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    """The name of a dtype; numpy takes long to make it."""
+    return str(dtype)
 
 
 def region(body: Equations, seed: int) -> Region | None:

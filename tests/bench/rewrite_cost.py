@@ -10,15 +10,23 @@ least of several runs. Each run has a sequence length of its own, so that nothin
 known of its shapes. ``again_s`` is for shapes that are known, and ``first_rewrite_s``
 the first one in a process. Tracing and lowering as a whole is compared too, with the
 kernels in it.
+
+Bars are judged by `share`: shapes are new, and the process has rewritten programs. Rows
+"in a new process" are of its first program. Modules are loaded then, JAX's too, and the
+bar of half a second is theirs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -378,6 +386,56 @@ def decoders(layers: int, start: int) -> list[dict[str, object]]:
     ]
 
 
+def in_new_process(kind: str, layers: int, repeats: int = 5) -> dict[str, object]:
+    """Seconds of the first program in a process: JAX's own, and of rewriting.
+
+    Args:
+        kind: The program, as in `first`.
+        layers: The number of its layers.
+        repeats: The number of processes; the least seconds count.
+    """
+    code = f"from tests.bench.rewrite_cost import first; first({kind!r}, {layers})"
+    runs, command = [], [sys.executable, "-c", code]
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    with tempfile.TemporaryDirectory() as folder:  # bytecode, from the second run on
+        env = kept | {"PYTHONPYCACHEPREFIX": folder}
+        for _ in range(repeats):
+            done = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=env
+            )
+            runs.append(json.loads(done.stdout.splitlines()[-1]))
+    result = {
+        "program": f"{kind}, {layers} layers, in a new process",
+        **{name: min(run[name] for run in runs) for name in runs[0]},
+    }
+    print(json.dumps(result))
+    return result
+
+
+def first(kind: str, layers: int) -> None:
+    """Prints the seconds of one program, after the imports of JAX and the rewriter.
+
+    Args:
+        kind: ``"layers written by hand"`` or ``"the gradient of those"``.
+        layers: The number of layers.
+    """
+    loss = lambda p, x: jnp.mean(decoder(p, x) ** 2)
+    fn = decoder if kind == "layers written by hand" else jax.value_and_grad(loss)
+    args = weights(layers), jax.ShapeDtypeStruct((2, 1024, 256), jnp.float32)
+    began = time.process_time()
+    jax.jit(lambda *a: fn(*a)).lower(*args)
+    between = time.process_time()
+    closed, modules = jax.make_jaxpr(fn)(*args), len(sys.modules)
+    start = time.process_time()
+    rewrite(closed, CONFIG)
+    row = {
+        "trace_and_lower_s": round(between - began, 3),
+        "rewrite_s": round(time.process_time() - start, 3),
+        "modules_loaded": len(sys.modules) - modules,
+    }
+    print(json.dumps(row))
+
+
 def without_sites(layers: int) -> dict[str, object]:
     """The cost of a program that has activations and a softmax, and no site."""
     name = f"gradient of a residual network without sites, {layers} layers"
@@ -400,6 +458,8 @@ def main() -> None:
     for turn, layers in enumerate(sorted({2, 4, options.layers})):
         results += decoders(layers, 500 * turn)
     results += [around(2, 1500), around(4, 1600)]
+    kinds = "layers written by hand", "the gradient of those"
+    results += [in_new_process(kind, 2) for kind in kinds]
     results += [without_sites(MANY), masked(2048, 1), masked(2048, 5)]
     results.append(dispatch())
     if options.json:

@@ -534,7 +534,7 @@ def attention_profile() -> str:
 
 
 def _costs_of_rewriting() -> dict[str, dict]:
-    data = json.loads(record.named("rewrite_cost_small").read_text())
+    data = json.loads(record.named("rewrite_cost").read_text())
     return {row["program"]: row for row in data["results"]}
 
 

@@ -27,6 +27,20 @@ def _kernel(op: Op, name: str = "fast") -> Kernel:
     return Kernel(name, op.name, ("cpu",), 1, forward=lambda *, x: x + x)
 
 
+def test_rewriting_for_a_cpu_does_not_load_pallas() -> None:
+    code = (
+        "import sys, jax, rewriter;"
+        "from jax.numpy import ones;"
+        "f = lambda x: jax.nn.softmax(x @ x.T) @ x;"
+        "assert rewriter.explain(f)(ones((64, 64))).counts()['attention'] == 1;"
+        "assert 'jax.experimental.pallas' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_importing_the_registry_loads_no_kernel() -> None:
     code = (
         "import sys, rewriter.ops.registry, rewriter.site.site;"

@@ -92,8 +92,8 @@ def default(spec: Spec, device: Device) -> Tiles:
     more = extra.copied or extra.slopes or extra.computed or two
     tried = (*tried, *(_SMALLER if more else ()))
     smallest = Tiles(32, 2, 2, turns=False)
-    tried = [_claiming(x, spec) for x in tried]
-    made = next((x for x in tried if _fits(x, spec).ok), smallest)
+    claiming = (_claiming(x, spec) for x in tried)
+    made = next((x for x in claiming if _fits(x, spec).ok), smallest)
     return replace(made, programs=processors(device))
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jax.experimental import pallas as pl
-
 from rewriter.kernels.attention.hopper.dtypes import is_halved
 from rewriter.kernels.attention.hopper.widths import WIDE_STEP
 
@@ -60,6 +58,8 @@ def parts(
         at: The batch entry, the rows, and the head.
         place: Memory [panels, rows, columns of a panel], in the view of copies.
     """
+    from jax.experimental import pallas as pl  # slow to import; uses ask for `SECOND`
+
     (count, _, each), (entry, rows, head) = place.shape, at
     first = given["k"].shape[3]
     for i in range(count):

@@ -13,6 +13,7 @@ returns has no room for padding.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -309,11 +310,11 @@ def _is_of_matrices(eqn: Any) -> bool:
     """Whether an equation is a product of 16-bit matrices, without batches."""
     if eqn.primitive.name != "dot_general":
         return False
+    if not all(_is_narrow(a.aval.dtype) for a in eqn.invars):
+        return False
     _, (batch, _) = eqn.params["dimension_numbers"]
     atoms = (*eqn.invars, *eqn.outvars)
-    if batch or not is_sized(atoms) or any(map(_jax.is_literal, eqn.invars)):
-        return False
-    return all(_is_narrow(a.aval.dtype) for a in eqn.invars)
+    return not batch and is_sized(atoms) and not any(map(_jax.is_literal, eqn.invars))
 
 
 def _rows(eqn: Any, around: Equations) -> list[tuple[int, int] | None]:
@@ -362,6 +363,7 @@ def _slower(eqn: Any, around: Equations) -> float:
     return unaligned.slower(*sizes)
 
 
+@functools.cache
 def _is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
 

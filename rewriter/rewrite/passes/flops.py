@@ -43,7 +43,8 @@ def size(atom: Any) -> int:
 
 def is_sized(atoms: Any) -> bool:
     """Returns whether all axes have numeric sizes, none a symbolic one."""
-    return all(isinstance(d, int) for a in atoms for d in a.aval.shape)
+    kinds = {type(d) for a in atoms for d in a.aval.shape}
+    return kinds <= {int} or all(issubclass(kind, int) for kind in kinds)
 
 
 def _of_site(eqn: Any) -> Cost | None:

@@ -66,6 +66,8 @@ def _with_order(eqn: Any, makers: Mapping[Any, Any]) -> Any:
         return _knowing(kernel, names) if kernel and names else kernel
 
     kernels = tuple((platform, knowing(k)) for platform, k in use.kernels)
+    if all(new is old for (_, new), (_, old) in zip(kernels, use.kernels, strict=True)):
+        return eqn
     return eqn.replace(params={**eqn.params, "use": replace(use, kernels=kernels)})
 
 

@@ -110,7 +110,8 @@ class _Late:
         readers: By value, the positions of its late readers.
         saved: Those that are saved in any case.
         early: Values that the forward pass needs too. XLA computes others late anyway.
-        depth: By value, the most products that one after the other lead to it.
+        depth: By value, the most products that one after the other lead to it, if any
+            does.
         makers: By value that XLA fuses with what is read late, the equation that makes
             it.
     """
@@ -126,30 +127,17 @@ class _Late:
     def of(cls, body: Any) -> _Late | None:
         """What a body reads late; None if none of it is computed expensively."""
         held = contents_of(body)
-        costly = _costly(held)
+        saved = {a for a in _outs(body) if not _jax.is_literal(a)}
+        costly = _costly(held, saved)
         if not costly:
             return None
-        depth: dict[Any, int] = {}
+        depth, late = _depths(held)
         readers: dict[Any, list[int]] = {}
-        saved = {a for a in _outs(body) if not _jax.is_literal(a)}
-        get = depth.get
-        cheap = {p for p in held.primitives if p.name in CHEAP}
-        for k, eqn in enumerate(body.eqns):
-            inputs = _vars(eqn)
-            fused = eqn.primitive in cheap or is_elementwise(eqn)
-            depths = [get(a, 0) for a in inputs]
-            after = max(depths) if depths else 0
-            here = after if fused else after + _is_product(eqn)
-            for v in eqn.outvars:
-                depth[v] = here
-            if not after or after - min(depths) < LATE:
-                continue
-            for value, own in zip(inputs, depths, strict=True):
-                if after - own < LATE:
-                    continue
-                if fused:
+        for k, after, fused in late:
+            for value in _vars(body.eqns[k]):
+                if after - depth.get(value, 0) >= LATE and fused:
                     readers.setdefault(value, []).append(k)
-                else:
+                elif after - depth.get(value, 0) >= LATE:
                     saved.add(value)
         if costly.isdisjoint(readers):
             return None
@@ -158,20 +146,51 @@ class _Late:
         return cls(around, readers, saved, _early(around, readers), depth, makers)
 
 
-def _costly(held: Contents) -> set[Any]:
-    """The values that elementwise functions, an expensive one among them, make."""
+def _depths(held: Contents) -> tuple[dict[Any, int], list[tuple[int, int, bool]]]:
+    """By value, the most products that lead to it, if any; and what reads late.
+
+    That is the position of an equation, its most products, and whether it is fused.
+    """
+    depth: dict[Any, int] = {}
+    late: list[tuple[int, int, bool]] = []
+    get, variable = depth.get, _jax.Var
+    cheap = {p for p in held.primitives if p.name in CHEAP}
+    for k, eqn in enumerate(held.eqns):
+        fused = eqn.primitive in cheap or is_elementwise(eqn)
+        given = [get(a, 0) for a in eqn.invars if a.__class__ is variable]
+        after = max(given) if given else 0
+        here = after if fused else after + _is_product(eqn)
+        if here:
+            for v in eqn.outvars:
+                depth[v] = here
+        if len(given) > 1 and after - min(given) >= LATE:
+            late.append((k, after, fused))
+    return depth, late
+
+
+def _costly(held: Contents, outs: Set[Any]) -> set[Any]:
+    """The values that elementwise functions, an expensive one among them, make.
+
+    None if each of them has one reader: then nothing that the forward pass needs is
+    read late.
+    """
     may = set(filter(_may_be_expensive, held.primitives))
     places = held.positions(may)
     first = next((k for k in places if _is_expensive(held.eqns[k])), None)
-    found: set[Any] = set()
+    found, read, forks = set[Any](), set[Any](), False
+    variable = _jax.Var
     for eqn in held.eqns[first:] if first is not None else ():
-        above = not found.isdisjoint(_vars(eqn))
+        above = [a for a in eqn.invars if a.__class__ is variable and a in found]
+        if above:
+            forks = forks or not read.isdisjoint(above)
+            read.update(above)
         if (above or eqn.primitive in may) and _makes_costly(eqn, above):
             found.update(eqn.outvars)
-    return found
+            forks = forks or len(eqn.outvars) > 1
+    return found if forks or not read.isdisjoint(outs) else set()
 
 
-def _makes_costly(eqn: Any, above: bool) -> bool:
+def _makes_costly(eqn: Any, above: Sequence[Any]) -> bool:
     """Whether an equation is elementwise, and expensive if what it reads is not."""
     if not above and not _is_expensive(eqn):
         return False
