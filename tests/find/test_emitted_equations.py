@@ -27,16 +27,38 @@ from tests.soundness.grammar import KINDS, program
 from tests.spellings.corpus import SPELLINGS
 
 SITES = {"rewriter_site", "rewriter_site_on_devices"}
-LAYOUT = {
-    "broadcast_in_dim", "concatenate", "copy", "expand_dims", "reshape", "rev", "slice",
-    "squeeze", "transpose",
-}  # fmt: skip
+LAYOUT = {"concatenate", "rev", "slice", "dynamic_slice"}
+AT_ANY_PLACE = {
+    "broadcast_in_dim",
+    "copy",
+    "expand_dims",
+    "reshape",
+    "squeeze",
+    "transpose",
+}
+"""Layout of which a value keeps its name: what is made of it is the same numbers."""
 CALLS = {
     "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
     "remat2", "checkpoint",
 }  # fmt: skip
+PASSED = SITES | LAYOUT | {"cond", "scan", "while"}
 PREPARED = {"dot_general", "reduce_sum"}
 BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def _steps(operands: Sequence[Name]) -> list[Name]:
+    """Names of what a loop's body is given: of one step, or the same for all."""
+    return [("step", name) for name in operands]
+
+
+BODIES_OF = {
+    "scan": lambda params, given: [(params["jaxpr"], _steps(given))],
+    "cond": lambda params, given: [(b, list(given[1:])) for b in params["branches"]],
+    "while": lambda params, given: [
+        (params["body_jaxpr"], _steps(given[params["cond_nconsts"] :]))
+    ],
+}
+"""Bodies of loops and of branches, with the names of what they are given."""
 
 Name = Any
 """What a value is: an input's or a constant's identity, or an equation's."""
@@ -56,13 +78,22 @@ class Names:
 
     def of(self, eqn: Any, operands: tuple[Name, ...]) -> int:
         """The number of an equation."""
-        params = str(sorted((k, str(v)) for k, v in eqn.params.items()))
+        params = str(sorted((k, str(v)) for k, v in _own_params(eqn).items()))
         params = re.sub(r"0x[0-9A-Fa-fX]+", "", params)  # of callbacks
         text = eqn.primitive.name, params, operands
         if text not in self.numbers:
             self.numbers[text] = len(self.texts)
             self.texts.append(text)
         return self.numbers[text]
+
+
+def _own_params(eqn: Any) -> dict[str, Any]:
+    """Parameters that are no bodies; of positions only how many there are."""
+    if eqn.primitive.name in BODIES_OF:
+        return {}
+    if eqn.primitive.name == "iota":
+        return {"until": eqn.params["shape"][eqn.params["dimension"]]}
+    return eqn.params
 
 
 def equations(
@@ -81,6 +112,16 @@ def equations(
         if eqn.primitive.name in CALLS:
             body = next(eqn.params[k] for k in BODIES if k in eqn.params)
             results = equations(body, operands, names, found)
+        elif eqn.primitive.name in BODIES_OF:
+            inner = [
+                equations(body, at, names, found)
+                for body, at in BODIES_OF[eqn.primitive.name](eqn.params, operands)
+            ]
+            numbers = [names.of(eqn, of) for of in zip(*inner, strict=True)]
+            found += [(number, eqn) for number in numbers]
+            results = [(number, 0) for number in numbers]
+        elif eqn.primitive.name in AT_ANY_PLACE:
+            results = [operands[0]]
         else:
             number = names.of(eqn, operands)
             found.append((number, eqn))
@@ -90,7 +131,7 @@ def equations(
 
 
 def _content(value: Any) -> Name:
-    array = np.asarray(value)
+    array = np.squeeze(np.asarray(value))
     return "constant", str(array.dtype), array.shape, array.tobytes()
 
 
@@ -120,7 +161,7 @@ def new_equations(fn: Callable, fast: Callable, args: Sequence[Any]) -> Iterator
         same = lambda others, mine=operands: all(
             is_behind(x) or x == y for x, y in zip(mine, others, strict=True)
         )
-        if number in own or eqn.primitive.name in SITES | LAYOUT:
+        if number in own or eqn.primitive.name in PASSED:
             continue
         if number not in behind or not any(map(same, alike[tuple(kind)])):
             yield eqn
@@ -164,7 +205,8 @@ ENTRIES: dict[str, dict[str, Callable[[Any], bool]]] = {
     "iota": {"iota": of_whole_numbers},
     "val": dict.fromkeys(("add", "sub", "mul", "neg"), of_whole_numbers),
     "relu": {"max": of_whole_numbers},
-    "clamp": {"min": of_whole_numbers, "max": of_whole_numbers},
+    "clamp": dict.fromkeys(("min", "max", "clamp"), of_whole_numbers),
+    "log": {"log": of_numbers},
     "ge": dict.fromkeys(("ge", "gt", "le", "lt"), of_whole_numbers),
     "eq": dict.fromkeys(("eq", "ne"), of_whole_numbers),
     "ind": {"not": of_whole_numbers, "and": of_whole_numbers, "or": of_whole_numbers},
