@@ -63,6 +63,7 @@ TOTALS = {
     ),
 }
 """How programs write weights, and the same by the log-sum-exp of their rows."""
+NUMBER = r"(-?\d+(?:\.\d*)?)"
 FILL = (
     r"(?:-1e9|-1e4|-1e30|-2\.0 \*\* 31|(?:0\.5 \* )?jnp\.finfo\(jnp\.float32\)\.min)"
     r"(?![\w.])"
@@ -105,6 +106,15 @@ FLOORED = {
 }
 """How programs choose fills, and the same of scores that are no lower. A row of which
 each score is hidden or -inf weighs all keys alike, as one without keys does."""
+CHOSEN_ZEROS = {
+    rf"jnp\.clip\((\w+), {NUMBER}, {NUMBER}\)": (
+        r"jnp.where(\1 < \2, \2, jnp.where(\1 > \3, \3, \1))"
+    ),
+    rf"(?:jnp|lax)\.max(?:imum)?\((\w+), {NUMBER}\)": r"jnp.where(\1 < \2, \2, \1)",
+    rf"(?:jnp|lax)\.min(?:imum)?\((\w+), {NUMBER}\)": r"jnp.where(\1 > \2, \2, \1)",
+}
+"""How programs limit numbers, and the same with derivatives that are chosen: as
+factors, they give NaN for a cotangent that is NaN or infinite."""
 
 MOST_USES = 3
 """Of how many uses of weights it is told which are stable."""
@@ -242,6 +252,11 @@ def chosen(program: Program) -> Program:
 def floored(program: Program) -> Program:
     """Returns the program with scores that are no lower than a fill that it chooses."""
     return _written(program, FLOORED)
+
+
+def of_chosen_zeros(program: Program) -> Program:
+    """Returns the program with limits whose derivatives are chosen, not multiplied."""
+    return _written(program, CHOSEN_ZEROS)
 
 
 def _written(program: Program, changes: dict[str, str]) -> Program:

@@ -70,6 +70,7 @@ class Variants:
         lowered: The same where only an overflow changes the weights.
         wide: With every number of a norm in float64.
         floored: With scores that are no lower than a fill that is chosen beside them.
+        of_chosen_zeros: With derivatives of limits that are chosen.
     """
 
     eager: list[np.ndarray]
@@ -85,6 +86,7 @@ class Variants:
     lowered: list[np.ndarray]
     wide: list[np.ndarray]
     floored: list[np.ndarray]
+    of_chosen_zeros: list[np.ndarray]
 
 
 def numbers(array: Any) -> np.ndarray:
@@ -131,10 +133,11 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
     if any(map(np.any, unseen)):
         usual = _exact(of(bottomless), program, _usual(program, values))
         unseen = [x & ~np.isnan(y) for x, y in zip(unseen, usual, strict=True)]
-    beside, shifted, lowered, floored = (
+    beside, shifted, lowered, floored, zeros = (
         as_is(made(program))
         for made in (
-            allowed.hiding, allowed.shifted, allowed.lowered, allowed.floored
+            allowed.hiding, allowed.shifted, allowed.lowered, allowed.floored,
+            allowed.of_chosen_zeros,
         )
     )  # fmt: skip
     whole = allowed.unrounded(program)
@@ -143,7 +146,7 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
     unrounded = as_is(whole)
     return Variants(
         eager, exact, right, unseen, nudged, perturbed, [], unrounded, beside, shifted,
-        lowered, exactly(allowed.wide(program)), floored,
+        lowered, exactly(allowed.wide(program)), floored, zeros,
     )  # fmt: skip
 
 
