@@ -117,8 +117,9 @@ products that vanish. Others are of hidden infinities, of other groups' NaN, or 
 COARSE = (603532,)
 """Those of which roundings to bfloat16 of infinite numbers hide a half."""
 LARGER_BY_HALF = lambda x: x * 1.5
-LARGER_BY_A_SHARE = lambda x: (
-    x + 0.2 * jnp.max(abs(x), where=jnp.isfinite(x), initial=0)
+OFF_BY_A_SHARE = (
+    lambda x: x + 0.2 * jnp.max(abs(x), where=jnp.isfinite(x), initial=0),
+    lambda x: x - 0.2 * jnp.max(abs(x), where=jnp.isfinite(x), initial=0),
 )
 
 
