@@ -1,8 +1,9 @@
 """Lists what a replacement may compute itself, each with the reason why it may.
 
 An operand is the program's own array, in another layout. `ALLOWED` lists everything
-else, with the condition for it. The rest is refused: code written anew from a real
-expression may overflow or lose digits where the program does not.
+else, with the condition for it. `PREPARED` has what is written anew before sites are
+searched. The rest is refused: code written anew from a real expression may overflow or
+lose digits where the program does not.
 """
 
 from __future__ import annotations
@@ -39,6 +40,24 @@ AROUND = {
     "that is replaced by 2^28, which compares alike",
 }
 """What emitted code does around its atoms, each with the reason why it may."""
+
+PREPARED = {
+    "differences_of_softmaxes": "``(a - l b) v`` as ``a v - l (b v)``: rounding",
+    "joined_losses": "sums of rows that are added, as the sum of added rows: rounding",
+    "masks_in_loops": "the program's equations, in the loop that reads them",
+    "masks_in_shards": "the program's equations, on the device that reads them",
+    "pairs_of_loops": "the program's equations, in the later of two loops",
+    "parts_of_masks": "the same equations of a part; a position is one with an offset",
+    "parts_of_softmaxes": "products of parts as parts of one product: rounding",
+    "platform_branches": "the program's own branch for the platforms that are targets",
+    "shares_of_cotangents": "shares q and 1 - q of a number, times one array: rounding",
+    "slices_before_loops": "the program's slices, in front of the loop: exact",
+    "sums_of_cotangents": "a sum over axes of a sum, as a sum of such sums: rounding",
+    "sums_of_rows": "a sum over all axes, as the sum of each row's: rounding",
+    "whole_products": "columns of one product as those of several: the same sums",
+}
+"""By module of `rewriter.program.prepare`, which equations it writes anew, and why it
+may."""
 
 
 def require_own(reading: Reading) -> None:

@@ -86,8 +86,14 @@ def test_each_function_that_makes_an_operand_is_in_the_list() -> None:
 
 
 def test_each_entry_has_a_reason() -> None:
-    for name, reason in {**recomputable.ALLOWED, **recomputable.AROUND}.items():
+    lists = recomputable.ALLOWED, recomputable.AROUND, recomputable.PREPARED
+    for name, reason in {k: v for each in lists for k, v in each.items()}.items():
         assert reason, name
+
+
+def test_each_preparation_is_in_the_list() -> None:
+    modules = {p.stem for p in (ROOT / "program" / "prepare").glob("*.py")}
+    assert recomputable.PREPARED.keys() == modules - {"__init__"}
 
 
 # ------------------------------------------------------- entries at the ends of dtypes

@@ -15,7 +15,7 @@ from dataclasses import replace
 from tests.soundness.program import Program
 
 TOTAL = r"e\.sum\(-1, keepdims=True\)"
-STABLE = {
+STABLE_ROWS = {
     rf"\(lambda e: e / {TOTAL}\)\(jnp\.exp\((\w+)\)\)": r"jax.nn.softmax(\1, -1)",
     rf"\(lambda e: e / \(1\.0 \+ {TOTAL}\)\)\(jnp\.exp\((\w+)\)\)": (
         r"(lambda s, m: jnp.exp(s - m) / "
@@ -28,13 +28,21 @@ STABLE = {
         r"(jnp.exp(-m) + jnp.exp(s - m).sum(-1, keepdims=True)))"
         r"(\1, jnp.maximum(\1.max(-1, keepdims=True), 0.0))"
     ),
-    r"jnp\.exp\((\w+)\) / \(1\.0 \+ jnp\.exp\(\1\)\)": r"jax.nn.sigmoid(\1)",
-    r"\(jnp\.exp\((\w+)\) - jnp\.exp\(-\1\)\) / "
-    r"\(jnp\.exp\(\1\) \+ jnp\.exp\(-\1\)\)": r"jnp.tanh(\1)",
     r"jnp\.exp\((\w+) - jax\.nn\.logsumexp\(\1, -1, keepdims=True\)\)": (
         r"jax.nn.softmax(\1, -1)"
     ),
     r"jnp\.exp\(jax\.nn\.log_softmax\((\w+), -1\)\)": r"jax.nn.softmax(\1, -1)",
+}
+"""How programs write weights of rows that overflow, and the same that do not."""
+STABLE = STABLE_ROWS | {
+    r"(\w+) \* jnp\.exp\(\1\) / \(1\.0 \+ jnp\.exp\(\1\)\)": (
+        r"\1 * jax.nn.sigmoid(\1)"
+    ),
+    r"jnp\.exp\((\w+)\) / \(1\.0 \+ jnp\.exp\(\1\)\)": r"jax.nn.sigmoid(\1)",
+    r"1\.0 / \(1\.0 \+ jnp\.exp\(-(\w+)\)\)": r"jax.nn.sigmoid(\1)",
+    r"(\w+) / \(1\.0 \+ jnp\.exp\(-\1\)\)": r"\1 * jax.nn.sigmoid(\1)",
+    r"\(jnp\.exp\((\w+)\) - jnp\.exp\(-\1\)\) / "
+    r"\(jnp\.exp\(\1\) \+ jnp\.exp\(-\1\)\)": r"jnp.tanh(\1)",
     r"jnp\.log\(1\.0 \+ jnp\.exp\((\w+)\)\)": r"jnp.logaddexp(\1, 0.0)",
     r"jnp\.log1p\(jnp\.exp\((\w+)\)\)": r"jnp.logaddexp(\1, 0.0)",
 }
@@ -55,6 +63,7 @@ TOTALS = {
     ),
 }
 """How programs write weights, and the same by the log-sum-exp of their rows."""
+NUMBER = r"(-?\d+(?:\.\d*)?)"
 FILL = (
     r"(?:-1e9|-1e4|-1e30|-2\.0 \*\* 31|(?:0\.5 \* )?jnp\.finfo\(jnp\.float32\)\.min)"
     r"(?![\w.])"
@@ -81,6 +90,31 @@ BOTTOMLESS = {
     FILL: "-jnp.inf",
 }
 """The same of which nothing is smaller."""
+CHOSEN = {
+    rf"(\w+) \+ {HIDDEN}({FILL})": r"jnp.where(\2, \1, \3)",
+    rf"(\w+) \+ jnp\.where\((\w+), 0\.0, ({FILL})\)": r"jnp.where(\2, \1, \3)",
+    rf"(\w+) - {HIDDEN}1e9(?![\w.])": r"jnp.where(\2, \1, -1e9)",
+}
+"""How programs add fills, and the same that chooses them: no hidden score counts."""
+FLOORED = {
+    rf"jnp\.where\((~?\(?\w+\)?), (\w+), ({FILL})\)": (
+        r"jnp.where(\1, jnp.maximum(\2, \3), \3)"
+    ),
+    rf"jnp\.where\((~\(\w+\)), ({FILL}), (\w+)\)": (
+        r"jnp.where(\1, \2, jnp.maximum(\3, \2))"
+    ),
+}
+"""How programs choose fills, and the same of scores that are no lower. A row of which
+each score is hidden or -inf weighs all keys alike, as one without keys does."""
+CHOSEN_ZEROS = {
+    rf"jnp\.clip\((\w+), {NUMBER}, {NUMBER}\)": (
+        r"jnp.where(\1 < \2, \2, jnp.where(\1 > \3, \3, \1))"
+    ),
+    rf"(?:jnp|lax)\.max(?:imum)?\((\w+), {NUMBER}\)": r"jnp.where(\1 < \2, \2, \1)",
+    rf"(?:jnp|lax)\.min(?:imum)?\((\w+), {NUMBER}\)": r"jnp.where(\1 > \2, \2, \1)",
+}
+"""How programs limit numbers, and the same with derivatives that are chosen: as
+factors, they give NaN for a cotangent that is NaN or infinite."""
 
 MOST_USES = 3
 """Of how many uses of weights it is told which are stable."""
@@ -105,6 +139,11 @@ def of_own_group(program: Program) -> Program:
 def stable(program: Program) -> Program:
     """Returns the program with what overflows written otherwise."""
     return _written(program, STABLE)
+
+
+def has_rows_that_overflow(program: Program) -> bool:
+    """Whether weights of its rows are written so that they may overflow."""
+    return _written(program, STABLE_ROWS) != program
 
 
 def partly_stable(program: Program) -> tuple[Program, ...]:
@@ -203,6 +242,21 @@ def lowered(program: Program) -> Program:
 def bottomless(program: Program) -> Program:
     """Returns a stable program in which nothing is below its fills."""
     return _written(stable(program), BOTTOMLESS)
+
+
+def chosen(program: Program) -> Program:
+    """Returns the program with fills that are chosen, where it adds them."""
+    return _written(program, CHOSEN)
+
+
+def floored(program: Program) -> Program:
+    """Returns the program with scores that are no lower than a fill that it chooses."""
+    return _written(program, FLOORED)
+
+
+def of_chosen_zeros(program: Program) -> Program:
+    """Returns the program with limits whose derivatives are chosen, not multiplied."""
+    return _written(program, CHOSEN_ZEROS)
 
 
 def _written(program: Program, changes: dict[str, str]) -> Program:

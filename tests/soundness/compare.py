@@ -103,7 +103,9 @@ def in_range(
     Squares or a sigmoid's exponentials may overflow in float32 and not in float64. A
     kernel that then gives what float64 does is no worse. Nor is one that hides what a
     fill is meant to hide, where scores are as large as the fill. If all scores that a
-    row sees are -inf, it may be NaN and no more: the program weighs the hidden ones.
+    row sees are -inf, the program weighs the hidden ones. It may be NaN now, or weigh
+    all keys alike if the fill is chosen, and no more. Where a derivative is 0, what is
+    not finite times it may be 0 now.
 
     Args:
         original: An array.
@@ -128,6 +130,16 @@ def in_range(
             close |= abs(b - exact) <= rounding_of(eps) * floor
         loose &= not strict
         found |= np.isfinite(exact) & np.where(np.isfinite(a), close, loose)
+    floored = others.floored[which]
+    with np.errstate(invalid="ignore"):
+        alike = abs(b - floored) <= near * abs(floored) + max(1e-5, eps)
+    found |= others.unseen[which] & alike
+    zeros = others.of_chosen_zeros[which]
+    with np.errstate(invalid="ignore"):
+        chosen = abs(b - zeros) <= near * abs(zeros) + max(1e-5, eps) * scale(
+            zeros, False
+        )
+    found |= ~np.isfinite(a) & np.isfinite(zeros) & chosen
     beside = others.beside[which]
     with np.errstate(invalid="ignore"):
         hides = abs(b - beside) <= near * abs(beside) + max(1e-5, eps)

@@ -556,7 +556,7 @@ def test_kind(kind: str) -> None:
     given = {name: args for name, (_, *args) in cases.items()}
     before = jax.jit(lambda g: {n: cases[n][0](*a) for n, a in g.items()})(given)
     after = jax.jit(lambda g: {n: fast[n](*a) for n, a in g.items()})(given)
-    wrong = {n: text for n in cases if (text := _differs(before[n], after[n]))}
+    wrong = {n: text for n in cases if (text := differs(before[n], after[n]))}
     assert not wrong
     reports = [fast[n].report(*given[n]) for n in cases if kind in LEAST]
     found = sum(any(s.replaced for s in r.sites) for r in reports)
@@ -609,7 +609,7 @@ def test_gradients_of_rows_without_keys() -> None:
     for way in (lambda f: grad(optimized(f)), lambda f: optimized(grad(f))):
         got = run(way, (Q, K, V))
         pairs = {n: zip(want[n], got[n], strict=True) for n in want}
-        wrong = {n: [_differs(*xy) for xy in of] for n, of in pairs.items()}
+        wrong = {n: [differs(*xy) for xy in of] for n, of in pairs.items()}
         assert not {n: text for n, text in wrong.items() if any(text)}
 
 
@@ -634,10 +634,10 @@ def test_gradients_of_rows_that_overflow() -> None:
     for way in (lambda f: grad(optimized(f)), lambda f: optimized(grad(f))):
         got = run(way, (queries, K, V))
         for n in names:
-            assert not _differs(want[n][0], got[n][0]), n
+            assert not differs(want[n][0], got[n][0]), n
             for x, y in zip(want[n][1:], got[n][1:], strict=True):
                 assert not (np.isnan(x) & ~np.isnan(y)).any(), n
-                assert not _differs(x[:, :, 1:], y[:, :, 1:]), n
+                assert not differs(x[:, :, 1:], y[:, :, 1:]), n
         assert np.isnan(got["plain"][1][:, :, 0]).any()
 
 
@@ -682,13 +682,19 @@ def test_rows_whose_squares_overflow() -> None:
         assert (np.isnan(grads[0]) == np.isnan(grads[1])).all(), name
 
 
-def _differs(x: Any, y: Any) -> str:
-    """What is not as it was; nothing if all is."""
+def differs(x: Any, y: Any, least: float = 1e-6) -> str:
+    """What is not as it was; nothing if all is.
+
+    Args:
+        x: What was there.
+        y: What is there now.
+        least: The magnitude that rounding is of, if all numbers are smaller.
+    """
     x, y = (np.asarray(a, "float64") for a in (x, y))
     for test in (np.isnan, np.isposinf, np.isneginf):
         if (test(x) != test(y)).any():
             return f"{test.__name__} of {test(x).sum()} entries, now of {test(y).sum()}"
     finite = np.isfinite(x)
     error = np.abs(np.where(finite, x, 0) - np.where(finite, y, 0)).max()
-    largest = max(np.abs(np.where(finite, x, 0)).max(), 1e-6)
+    largest = max(np.abs(np.where(finite, x, 0)).max(), least)
     return f"off by {error / largest:.1e}" if error > 2e-5 * largest else ""

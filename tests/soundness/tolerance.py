@@ -41,6 +41,8 @@ something else: it does not absorb a score in a fill of -1e9."""
 
 LOST = 0.25
 """The part of a row that rounding changes in one of which it leaves nothing."""
+RIGHT = 1e-2
+"""How far from float64 one may be that is right, beside one that has lost its row."""
 
 Run = Callable[[Sequence[Any]], list[Any]]
 RunOf = Callable[[Program], Run]
@@ -66,6 +68,9 @@ class Variants:
         beside: With fills that hide all scores, in the program's own precision.
         shifted: With exponentials without their maximum made smaller.
         lowered: The same where only an overflow changes the weights.
+        wide: With every number of a norm in float64.
+        floored: With scores that are no lower than a fill that is chosen beside them.
+        of_chosen_zeros: With derivatives of limits that are chosen.
     """
 
     eager: list[np.ndarray]
@@ -79,6 +84,9 @@ class Variants:
     beside: list[np.ndarray]
     shifted: list[np.ndarray]
     lowered: list[np.ndarray]
+    wide: list[np.ndarray]
+    floored: list[np.ndarray]
+    of_chosen_zeros: list[np.ndarray]
 
 
 def numbers(array: Any) -> np.ndarray:
@@ -125,17 +133,20 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
     if any(map(np.any, unseen)):
         usual = _exact(of(bottomless), program, _usual(program, values))
         unseen = [x & ~np.isnan(y) for x, y in zip(unseen, usual, strict=True)]
-    beside, shifted, lowered = (
+    beside, shifted, lowered, floored, zeros = (
         as_is(made(program))
-        for made in (allowed.hiding, allowed.shifted, allowed.lowered)
-    )
+        for made in (
+            allowed.hiding, allowed.shifted, allowed.lowered, allowed.floored,
+            allowed.of_chosen_zeros,
+        )
+    )  # fmt: skip
     whole = allowed.unrounded(program)
     right += map(as_is, {allowed.stable(program), whole} - {program})
     right += map(as_is, allowed.partly_stable(program))
     unrounded = as_is(whole)
     return Variants(
         eager, exact, right, unseen, nudged, perturbed, [], unrounded, beside, shifted,
-        lowered,
+        lowered, exactly(allowed.wide(program)), floored, zeros,
     )  # fmt: skip
 
 
@@ -218,6 +229,18 @@ def undetermined(original: Any, others: Variants, which: int) -> np.ndarray:
     runs = (*others.rounded, others.unrounded)
     off = np.maximum.reduce([_apart(mine, r[which], False) for r in runs])
     return off >= LOST * scale(mine, False)
+
+
+def lost(original: Any, rewritten: Any, others: Variants, which: int) -> np.ndarray:
+    """Entries of a norm's rows that the original has lost, and that are right now.
+
+    A variance by a difference of squares may be rounding alone, or 0. One that is
+    centred has its row to the last bits of what is subtracted from it.
+    """
+    a, b, exact = numbers(original), numbers(rewritten), others.wide[which]
+    size = scale(exact, False)
+    off = np.isfinite(a) & (_apart(a, exact, False) >= LOST * size)
+    return off & np.isfinite(b) & (_apart(b, exact, False) <= RIGHT * size)
 
 
 def scale(x: np.ndarray, entries: bool) -> np.ndarray:
