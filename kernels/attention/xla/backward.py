@@ -345,6 +345,7 @@ def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:
             return running(tile.scores(queries)[0], *carry)[:2]
 
         top, total = block.over_keys(body, (top, total))
+        top = jnp.where(jnp.isnan(lse), lse, top)
         return top, jnp.where(total == 0, 0, jnp.log(total))  # NaN stays
 
     large = jnp.isfinite(lse) & (jnp.abs(lse) > 1000)

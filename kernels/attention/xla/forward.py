@@ -48,6 +48,8 @@ def forward(
     def one_step(step: Step, carry: Any) -> Any:
         fill: Any = jnp.nan if p.empty_rows in NAN else 0
         fill = step.mean()[:, None] if p.empty_rows in AVERAGED else fill
+        if p.fill is not None:  # a row without scores is as written, then
+            fill = jnp.where(p.reaches, jnp.nan, fill)
 
         def one_block(block: Block, carry: Any) -> Any:
             out, lse = carry
@@ -55,7 +57,10 @@ def forward(
             empty = (total == 0)[..., None]
             result = acc / jnp.where(empty, 1, total[..., None])
             out = block.store(out, jnp.where(empty, fill, result))
-            return out, block.store(lse, top + jnp.log(total), "bnt")
+            saved = top + jnp.log(total)
+            if p.fill is not None:
+                saved = jnp.where(p.reaches & (total == 0), jnp.nan, saved)
+            return out, block.store(lse, saved, "bnt")
 
         return step.over_blocks(one_block, carry)
 

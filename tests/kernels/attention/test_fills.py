@@ -72,7 +72,7 @@ def check(kernel: Kernel, dtype: str, fill: float, added: bool, lost: bool) -> N
     up, wide = named.pop("up"), {n: x.astype(np.float32) for n, x in named.items()}
     want, pull = jax.vjp(as_written(fill, added), *wide.values())
     given = {"scale": 0.25, "window": (None, 0), "shift": 2, "fill": fill}
-    given["fill_passes"] = added
+    given |= {"fill_passes": added, "open_bias": True}
     out, saved = kernel.forward(**named, **given, residuals=True)
     alone = kernel.forward(**named, **given)
     close = {"rtol": 0, "atol": 1e-4 if dtype == "float32" else 4e-2}
@@ -105,7 +105,8 @@ def test_in_every_kernel(name: str, way: str, lost: bool) -> None:
 def test_others_refuse() -> None:
     given = operands("bfloat16")
     del given["up"]
-    spec = spec_of(OP, given, {"fill": -1e9, "empty_rows": "mean"})
+    params = {"fill": -1e9, "empty_rows": "mean", "open_bias": True}
+    spec = spec_of(OP, given, params)
     verdict = BY_NAME["cudnn"].supports(spec)
     assert "assume=('finite',)" in str(verdict)
     assert "cannot merge" in str(ring_supports(spec, 2))
