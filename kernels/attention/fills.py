@@ -82,7 +82,8 @@ def with_fills(kernel: Kernel, by_tiles: Kernel | None, weighs: bool = False) ->
         usual = functools.partial(first, **given, **more)
         if found is None:
             return usual()
-        return either(found, usual, lambda: by_tiles.forward(**fills.weighed(given)))
+        again = functools.partial(by_tiles.forward, **fills.weighed(given))
+        return either(found, usual, again)
 
     def backward(**given: Any) -> Mapping[str, Array]:
         assert second is not None
@@ -176,6 +177,10 @@ def either(reaches: Array, usual: Callable[[], Any], again: Callable[[], Any]) -
 def _like(wanted: Any, found: Any) -> Any:
     """Returns results, residuals or cotangents by name, in the form of others."""
     if isinstance(wanted, tuple):
+        *found, last = found
+        if isinstance(last, tuple) and len(last) == 2:  # two terms of a log-sum-exp
+            last = (last[0] + last[1],)
+        found = (*found, last)
         return tuple(_like(x, y) for x, y in zip(wanted, found, strict=True))
     if isinstance(wanted, dict):
         return {name: _like(x, found[name]) for name, x in wanted.items()}

@@ -58,18 +58,15 @@ def reached(given: Mapping[str, Any], fill: float) -> Array | None:
 
 def _products(given: Mapping[str, Any]) -> Array:
     """A bound of all products of queries and keys, times their scale."""
-    q, k = given["q"], given["k"]
-    (b, _, n, h), heads = q.shape, k.shape[2]
-    queries = _largest(q).reshape(b, heads, n // heads, h)
-    keys = _largest(k)[:, :, None]
-    most = (queries * keys).sum(-1).max() * abs(given.get("scale", 1.0))
+    queries, keys = (_largest(given[name]) for name in "qk")
+    most = (queries * keys).sum() * abs(given.get("scale", 1.0))
     factor = given.get("scale_factor")
     return most if factor is None else most * jnp.abs(factor.astype(most.dtype))
 
 
 def _largest(x: Array) -> Array:
-    """The largest size of numbers [b, t, n, h] along t, in float32 or wider."""
-    return jnp.abs(x).max(1).astype(jnp.promote_types(x.dtype, jnp.float32))
+    """The largest size of numbers [b, t, n, h] in each column, float32 or wider."""
+    return jnp.abs(x).max((0, 1, 2)).astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _added(given: Mapping[str, Any]) -> Array | None:

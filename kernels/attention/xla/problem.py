@@ -33,7 +33,7 @@ AXES = {
     "kv_lengths": "b", "offset": "b", "prefix": "b", "alibi": "n", "sinks": "n",
     "scale_factor": "", **dict.fromkeys(ARRAYS, "bnts"), **dict.fromkeys(TABLES, "bnr"),
     "k_scale": "bskh", "k_zero": "bskh", "v_scale": "bske", "v_zero": "bske",
-    "out": "btne", "cotangent": "btne", "lse": "bnt",
+    "out": "btne", "cotangent": "btne", "lse": "bnt", "lse_rest": "bnt",
 }  # fmt: skip
 """Every array's axes. All but t and s of k, v, out and lse may have size 1."""
 
@@ -65,6 +65,8 @@ class Problem:
     """Whether a bias may be as low as the fill."""
     reaches: Array | None = None
     """Whether hidden keys are weighed, bool []; given if there is a fill."""
+    fill_given: bool = False
+    """Whether there is a fill, though it may be known not to be reached."""
 
     @property
     def visibility(self) -> Visibility:
@@ -150,6 +152,7 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
     floats = [x.dtype for x in (q, k, v) if x.dtype.name not in FEW_BITS]
     wide = jnp.promote_types(jnp.result_type(*floats), jnp.float32)
     zero = zero_after(*arrays.values(), dtype=wide)
+    params["fill_given"] = params["fill"] is not None
     p = Problem(arrays=arrays, sizes=sizes, zero=zero, wide=wide, **params)
     return p if p.fill is None or p.reaches is not None else _with_reach(p, p.fill)
 

@@ -160,10 +160,10 @@ class Block:
             return q * jnp.asarray(self.p.factor(), self.p.wide)
         return q
 
-    def lse(self) -> Array:
-        """Returns the rows' log-sum-exp [c, r]."""
+    def lse(self, name: str = "lse") -> Array:
+        """Returns the rows' log-sum-exp [c, r], or a part of it."""
         z = self.p.sizes
-        lse = self.p.cut("lse", self.here)
+        lse = self.p.cut(name, self.here)
         return lse.reshape(z.some_b * z.some_heads, z.group * z.rows)
 
     def store(self, into: Array, rows: Array, axes: str = "btne") -> Array:
