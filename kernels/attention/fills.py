@@ -103,7 +103,7 @@ def with_fills(kernel: Kernel, by_tiles: Kernel | None, weighs: bool = False) ->
         return either(found, lambda: second(**given), again)
 
     backward = functools.wraps(second)(backward) if second else None
-    made = replace(kernel, forward=forward, backward=backward)
+    made = replace(kernel, forward=forward, backward=backward, assumes=_assumed)
     # A function of scores may give any number: then only tiles compare.
     near = lambda spec: is_near(spec.param(FILL)) and spec.param("score") is not None
     return _refusing(made, near)
@@ -198,10 +198,20 @@ def _as_sums(saved: Array) -> Array:
 def _dropping(kernel: Kernel) -> Kernel:
     """Returns a kernel that drops hidden keys, and refuses uses that may weigh them."""
     made = replace(
-        _refusing(kernel, must_compare), forward=_without_fills(kernel.forward)
+        _refusing(kernel, must_compare),
+        forward=_without_fills(kernel.forward),
+        assumes=_assumed,
     )
     second = kernel.backward
     return replace(made, backward=_without_fills(second)) if second else made
+
+
+def _assumed(spec: Spec) -> str:
+    """What a kernel that drops hidden keys takes for granted of a use."""
+    fill = spec.param(FILL)
+    if fill is None or is_near(fill):
+        return ""
+    return f"scores assumed to be above a mask's fill of {fill:.4g}"
 
 
 def _without_fills(run: Callable[..., Any]) -> Callable[..., Any]:

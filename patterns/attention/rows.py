@@ -96,6 +96,9 @@ def _weighing(
             suggestion="hide keys in one way, by one jnp.where, or by a lower number; "
             f"if scores are above it, assume=({FINITE!r},)",
         )
+    if not found and not _vanish(softmax, hidden):
+        text = f"scores assumed to be above a mask's fill of {max(fills):.4g}"
+        return {"notes": rows.notes | {text}}
     return found
 
 
