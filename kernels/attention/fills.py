@@ -5,12 +5,11 @@ other scores of a row are lower, the program weighs the hidden keys. So it does 
 fill is added, and a hidden score is large enough. Kernels drop hidden keys, and would
 give another number. A site whose mask has one such fill has the parameter ``fill``.
 
-Attention by tiles honours it: if a bound of all scores is as large as the fill, it
-computes the site with the fill as the score of hidden keys, or added to it. Other
-kernels are left for it then, if the fill is near: see `reach`. Farther fills are taken
-to be out of reach of scores, but not of a bias that is an argument, which may be -inf.
-The site has the parameter ``open_bias`` for that. Its numbers are looked at when the
-program runs.
+Attention by tiles honours it. If a bound of all scores is as large as half of the fill,
+it takes the fill as the score of hidden keys, or adds it to theirs. Other kernels are
+left for it then, if the fill is near: see `reach`. Farther fills are taken to be out of
+reach of scores, but not of a bias that is an argument, which may be -inf. The site has
+the parameter ``open_bias`` for that. Its numbers are looked at when the program runs.
 
 A condition around a kernel makes a GPU wait for its host. The kernel of Hopper GPUs
 does without one for biases: it gets what was found as an operand.

@@ -324,10 +324,11 @@ def _site(p: Placed) -> Site:
 
 def _assumed(p: Placed) -> tuple[str, ...]:
     """What the kernels of a place take for granted."""
-    names, found = p.choice.implementation.kernels, []
-    for kernel in registry().kernels(p.match.op.name):
-        if kernel.name in names and kernel.assumes is not None:
-            found.append(kernel.assumes(p.match.spec))
+    names, spec = p.choice.implementation.kernels, p.match.spec
+    if spec.op not in registry().ops():
+        return ()  # of a user's pattern
+    kernels = (k for k in registry().kernels(spec.op) if k.name in names)
+    found = (k.assumes(spec) for k in kernels if k.assumes is not None)
     return tuple(dict.fromkeys(text for text in found if text))
 
 
