@@ -33,7 +33,7 @@ from rewriter.kernels.attention.xla import latent as joined_latent
 from rewriter.kernels.attention.xla import paged_latent as joined_pages
 from rewriter.kernels.attention.xla import scored as with_score
 from rewriter.kernels.attention.xla import stored as of_few_bits
-from rewriter.ops.kernel import Kernel
+from rewriter.ops.kernel import PLATFORMS, Kernel
 
 OPS = (OP, PAGED, SCORED, STORED, LATENT, EXPANDED, PAGED_LATENT)
 
@@ -54,15 +54,23 @@ _BY_TILES = {x.op: in_float32(x) for x in (xla.KERNEL, with_score.KERNEL)}
 """Kernels that weigh hidden keys, by op."""
 
 _WEIGHS = hopper.KERNEL, hopper_scored.KERNEL
-"""Others that do."""
+"""Others that do for biases."""
 
 
 def _complete(kernel: Kernel) -> Kernel:
     """Returns a kernel of arrays that gives what the program does in every row."""
     made = with_row_biases(with_overflow(kernel))
+    if _is_by_tiles(kernel):
+        return made
     return with_fills(made, _BY_TILES.get(kernel.op), kernel in _WEIGHS)
 
 
+def _is_by_tiles(kernel: Kernel) -> bool:
+    """Whether it computes attention by `xla`, which takes fills itself."""
+    return kernel.platforms == PLATFORMS
+
+
 KERNELS = (
-    *map(_complete, _OF_ARRAYS), *(with_fills(kernel, None) for kernel in _OF_PAGES),
-)  # fmt: skip
+    *map(_complete, _OF_ARRAYS),
+    *(k if _is_by_tiles(k) else with_fills(k, None) for k in _OF_PAGES),
+)

@@ -62,7 +62,8 @@ OP = Op(
     usual=usual,
     defaults={
         "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
-        "empty_rows": "nan", "fill": None, "fill_passes": False, "out_dtype": None,
+        "empty_rows": "nan", "fill": None, "fill_passes": False, "open_bias": False,
+        "out_dtype": None,
     },
     parallel="b",
     words=WORDS,

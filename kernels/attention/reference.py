@@ -109,6 +109,7 @@ def reference(
     unshifted: str | None = None,
     fill: float | None = None,
     fill_passes: bool = False,
+    open_bias: bool = False,
     out_dtype: str | None = None,
     weights: str | None = None,
     precision: str | None = None,
@@ -132,10 +133,11 @@ def reference(
         unshifted: The dtype of the program's exponentials, if it takes them of scores
             without their maximum. Rows whose exponentials all vanish, or whose sum
             overflows, are then NaN, and so are their gradients.
-        fill: The number that hides keys in the program, if a bias may be -inf. A row
-            that sees nothing else weighs the keys that the masks hide.
+        fill: The number that hides keys in the program, if there is one. A row whose
+            other scores are as low weighs the keys that the masks hide.
         fill_passes: Whether it is added to the scores of these, which have a gradient
             then; else it is chosen in place of them.
+        open_bias: Whether a bias may be as low as it; the result is the same.
         out_dtype: The result's dtype, q's by default.
         weights: Of the last product alone; see `rewriter.kernels.attention.weights`.
         precision: Of all products of float32, as `jax.lax.Precision` by name.
@@ -146,6 +148,7 @@ def reference(
             softmax.
         **hiding: The operands that hide keys, as in `visible`.
     """
+    del open_bias
     wide = wide or jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     (b, t, n, _), (s, heads, e) = q.shape, v.shape[1:]
     scores = _scores(q, k, scale, scale_factor, softcap, precision, wide)

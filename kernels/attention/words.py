@@ -55,7 +55,7 @@ WORDS = {
     **dict.fromkeys(
         (
             "empty_rows", "heads_axis", "wraps", "fills", "promises", "unshifted",
-            "weights", "fill", "fill_passes",
+            "weights", "fill", "fill_passes", "open_bias",
         ),
         unsaid,
     ),

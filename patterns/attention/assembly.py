@@ -15,6 +15,9 @@ from rewriter.patterns.attention.softmax import Softmax
 from rewriter.patterns.attention.unshifted import read_unshifted
 
 NAME = "attention"
+FLAGS = ("fill_passes", "open_bias")
+"""Parameters that say more of the score of hidden keys."""
+
 ADDED = frozenset(
     {
         "mask", "bias", "dropout", "kv_lengths", "prefix", "offset", "kv_positions",
@@ -42,12 +45,12 @@ def assembled(softmax: Softmax) -> Reading:
         give = "zero"  # no row is empty, but some may be NaN
     empty = {} if give is None else {"empty_rows": give}
     if rows.fill is not None:
-        empty |= {"fill": rows.fill, "fill_passes": rows.fill_passes}
+        empty |= {"fill": rows.fill} | {n: True for n in FLAGS if getattr(rows, n)}
     floats = {} if unshifted is None else {"unshifted": unshifted}
     weights = read_weights(softmax)
     digits = {} if weights is None else {"weights": weights}
     kept = {"rows whose exponentials overflow are NaN, as written"} if floats else set()
-    plain = {"empty_rows": "nan", "fill": None, "fill_passes": False}
+    plain = {"empty_rows": "nan", "fill": None, **dict.fromkeys(FLAGS, False)}
     check = {name: plain[name] for name in empty} | dict.fromkeys(floats)
     dtype = str(softmax.find.graph.dtype(softmax.value))
     form = softmax.form

@@ -13,15 +13,21 @@ from rewriter.find.reading import Refused
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.bias_gradients import require_gradients_alike
 from rewriter.patterns.attention.empty_rows import EmptyRow, empty_row
+from rewriter.patterns.attention.hidden_scores import (
+    MODERATE,
+    NEAR,
+    HiddenScores,
+    hidden_scores,
+)
 from rewriter.patterns.attention.infinite_biases import finiteness_of
 from rewriter.patterns.attention.masks import Masks
 from rewriter.patterns.attention.operands import Operands
 from rewriter.patterns.attention.row_values import SWALLOWS
 from rewriter.patterns.attention.rows_with_keys import is_never_empty
 from rewriter.patterns.attention.softmax import Softmax
+from rewriter.patterns.attention.unshifted import read_unshifted
 from rewriter.support.assumptions import FINITE
 
-MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
 _WORDS = {"unknown": "what is not known here"}
 AVERAGED = frozenset({"mean", "mean_passing"})
 WEIGHED = frozenset({
@@ -39,14 +45,16 @@ class Rows:
         give: ``"zero"``, ``"mean"``, ``"nan"`` or the like; ``None`` if there is no
             such row, or the op gives the same anyway.
         notes: What floats will see.
-        fill: The score of hidden keys, if other keys of a row may all be -inf.
+        fill: The score of hidden keys, if others of a row may be as low.
         fill_passes: Whether it is added to their scores, which have a gradient then.
+        open_bias: Whether a bias may be as low, by its numbers.
     """
 
     give: str | None
     notes: Set[str] = frozenset()
     fill: float | None = None
     fill_passes: bool = False
+    open_bias: bool = False
 
 
 def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) -> Rows:
@@ -57,19 +65,68 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     """
     notes, may_be_infinite = _require_dominant_fills(softmax, axes)
     rows = _read_rows(softmax, axes, masks, operands, notes)
+    return replace(rows, **_weighing(softmax, operands, rows, may_be_infinite))
+
+
+def _weighing(
+    softmax: Softmax, operands: Operands, rows: Rows, may_be_infinite: bool
+) -> dict[str, Any]:
+    """The score of hidden keys, where scores that a row sees may be as low.
+
+    Raises:
+        Refused: If scores may well be so, and no number is that score.
+    """
+    fills = [f for f in softmax.ev.fills if math.isfinite(f)]
+    told = rows.notes & CHANGED or FINITE in softmax.find.assumed
+    if not fills or softmax.seen_keys == TRUE or told:
+        return {}
+    hidden, near = _hidden_scores(softmax, rows), max(fills) > NEAR
+    found: dict[str, Any] = {}
     if may_be_infinite:
-        return replace(rows, **_weighing(softmax, operands, rows))
-    return rows
+        found = _weighing_for_biases(softmax, operands, rows)
+    elif hidden is not None and (near or softmax.function is None):
+        found = {"fill": hidden.fill, "fill_passes": hidden.added}
+    known = hidden is not None and found.get("fill") in (hidden.fill, None)
+    if near and not (known and found) and not _vanish(softmax, hidden):
+        raise Refused(
+            "rows",
+            f"scores may be as low as a mask's fill of {max(fills):g}, and what hidden "
+            "keys weigh then is not known",
+            score=0.8,
+            suggestion="hide keys in one way, by one jnp.where, or by a lower number; "
+            f"if scores are above it, assume=({FINITE!r},)",
+        )
+    if not found and not _vanish(softmax, hidden):
+        text = f"scores assumed to be above a mask's fill of {max(fills):.4g}"
+        return {"notes": rows.notes | {text}}
+    return found
 
 
-def _weighing(softmax: Softmax, operands: Operands, rows: Rows) -> dict[str, Any]:
+def _hidden_scores(softmax: Softmax, rows: Rows) -> HiddenScores | None:
+    """What hidden keys score, if rows without keys fit that."""
+    hidden = hidden_scores(softmax)
+    if hidden is None or rows.give is None:
+        return hidden
+    alike = {"mean": not hidden.added, "mean_passing": hidden.added}
+    return hidden if alike.get(rows.give, False) else None
+
+
+def _vanish(softmax: Softmax, hidden: HiddenScores | None) -> bool:
+    """Whether exponentials of hidden keys are 0, whatever scores are seen."""
+    chosen = hidden is not None and not hidden.added
+    return chosen and read_unshifted(softmax) is not None
+
+
+def _weighing_for_biases(
+    softmax: Softmax, operands: Operands, rows: Rows
+) -> dict[str, Any]:
     """The fill of rows whose visible scores are all -inf, and what such rows pass.
 
     Raises:
         Refused: If that cannot be told, or the op cannot give the same.
     """
     alg, parts = softmax.alg, softmax.parts
-    if rows.notes & CHANGED or parts.sink:
+    if parts.sink:
         return {}
     kept = alg.both(softmax.seen_keys, parts.dropped_rows)
     # Numbers of a bias that are as large as the fill are not for this reading.
@@ -87,7 +144,8 @@ def _weighing(softmax: Softmax, operands: Operands, rows: Rows) -> dict[str, Any
         raise _infinite("it is an argument")
     fill = SWALLOWS if row.adds and _is_rounded(softmax) else abs(row.score)
     passes = give == "mean_passing"
-    return {"fill": -fill, "fill_passes": passes, "notes": rows.notes | WEIGHED}
+    notes = rows.notes | WEIGHED
+    return {"fill": -fill, "fill_passes": passes, "open_bias": True, "notes": notes}
 
 
 def _is_rounded(softmax: Softmax) -> bool:

@@ -12,7 +12,7 @@ from collections import Counter
 from rewriter.algebra.normal_form import FALSE, TRUE, Poly
 from rewriter.find.reading import Refused
 from rewriter.patterns.attention.exponents import all_exponents_of
-from rewriter.patterns.attention.rows import MODERATE
+from rewriter.patterns.attention.hidden_scores import MODERATE
 from rewriter.patterns.attention.softmax import Softmax
 from rewriter.patterns.guarded_maxima import a_guard_enters_a_maximum
 from rewriter.patterns.hidden_keys import hides_keys

@@ -23,6 +23,7 @@ from rewriter.measure.key import BOTH, Key
 from rewriter.ops import device
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import PLATFORMS, Kernel, Spec
+from rewriter.ops.registry import registry
 from rewriter.program.fold import Cut, Folded
 from rewriter.program.graph import Scope
 from rewriter.program.lines import users_line_of
@@ -310,7 +311,7 @@ def _site(p: Placed) -> Site:
         origin=choice.origin,
         replaced=choice.kernel != XLA,
         not_chosen=choice.not_chosen,
-        numerics=match.reading.notes,
+        numerics=(*match.reading.notes, *_assumed(p)),
         backward=p.backward is not None,
         config=choice.implementation.configs,
         sharding=p.shards.text if isinstance(p.shards, Shards) else "",
@@ -319,6 +320,16 @@ def _site(p: Placed) -> Site:
         costs=_costs(p),
         called_from=users_line_of(match.anchor),
     )
+
+
+def _assumed(p: Placed) -> tuple[str, ...]:
+    """What the kernels of a place take for granted."""
+    names, spec = p.choice.implementation.kernels, p.match.spec
+    if spec.op not in registry().ops():
+        return ()  # of a user's pattern
+    kernels = (k for k in registry().kernels(spec.op) if k.name in names)
+    found = (k.assumes(spec) for k in kernels if k.assumes is not None)
+    return tuple(dict.fromkeys(text for text in found if text))
 
 
 def _costs(p: Placed) -> Costs:

@@ -20,7 +20,10 @@ FORWARD, BOTH = "forward", "forward_and_vjp"
 PROGRAM, WHOLE = "program", "whole"
 """The op and pass under which whole programs are measured."""
 
-UNTIMED = ("of_squares", "unshifted", "fill", "fill_passes", "slopes", "slopes_up")
+UNTIMED = (
+    "of_squares", "unshifted", "fill", "fill_passes", "open_bias", "slopes",
+    "slopes_up",
+)  # fmt: skip
 """Parameters that change a few operations of a row, but not the time."""
 
 FAR = 2.0

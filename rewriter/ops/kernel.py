@@ -221,6 +221,8 @@ class Traits:
             heads, h]. It gets ``joined=``, for names of such operands the `Heads` of
             the cotangent in it, which are all of the array's. It returns the array
             under the name ``joined``, in place of those cotangents.
+        assumes: What it takes for granted of a use's numbers, in words; "" for nothing.
+            Reports say so of a site.
         exportable: Whether its lowered code may be part of an exported program.
         needs_devices: Whether its code contains `custom_partitioning`, which JAX lowers
             only where it knows the devices.
@@ -244,6 +246,7 @@ class Traits:
     packs: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
     joins: tuple[str, ...] = ()
+    assumes: Callable[[Spec], str] | None = field(default=None, repr=False)
     exportable: bool = True
     needs_devices: bool = False
     tried: bool = True

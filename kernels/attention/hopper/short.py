@@ -55,7 +55,7 @@ def takes(spec: Spec) -> Verdict:
         found.append(no("short", f"{n} heads of queries, and {heads} of keys"))
     if max(widths_of(spec)) > WIDEST:
         found.append(no("short", f"heads wider than {WIDEST}"))
-    if spec.param("fill") is not None:
+    if spec.param("open_bias"):
         found.append(no("short", "rows that may weigh hidden keys"))
     if not _seen(spec) or spec.param("empty_rows", "nan") not in NAN:
         found.append(no("short", "rows that may see no key"))

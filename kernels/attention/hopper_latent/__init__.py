@@ -115,8 +115,6 @@ def attend(
     k_rope: Array | None = None,
     softcap: None = None,
     weights: None = None,
-    fill: None = None,
-    fill_passes: bool = False,
     **given: Any,
 ) -> Array:
     """Returns attention to a latent, in order or in pages; see `decode.attend`.
@@ -129,16 +127,12 @@ def attend(
         k_rope: As there.
         softcap: Absent in supported uses.
         weights: Absent in supported uses.
-        fill: Absent in supported uses.
-        fill_passes: Whether that is added; not read.
         **given: The other arguments.
     """
     from rewriter.kernels.attention.hopper_latent import decode
 
     assert softcap is None
     assert weights is None
-    assert fill is None
-    del fill_passes
     return decode.attend(q, q_rope, latent, k_rope, config, **given)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rewriter.kernels.attention.empty_rows import PASSING
-from rewriter.kernels.attention.fills import FILL
+from rewriter.kernels.attention.fills import FILL, must_compare
 from rewriter.kernels.attention.overflow import PARAM
 from rewriter.kernels.attention.ring.passes import PASSED, backward, forward
 from rewriter.kernels.attention.ring.turns import turns
@@ -42,7 +42,7 @@ def supports(spec: Spec, count: int) -> Verdict:
     if spec.param(PARAM) is not None:
         text = "rows that overflow without the maximum of the scores"
         found.append(no(PARAM, f"a ring cannot tell {text}"))
-    if spec.param(FILL) is not None:
+    if must_compare(spec):
         text = "rows that weigh hidden keys: their log-sum-exp is that of the fill"
         found.append(no(FILL, f"a ring cannot merge {text}"))
     window, shift = spec.param("window"), spec.param("shift")
@@ -61,7 +61,13 @@ def uses(spec: Spec, count: int) -> tuple[Mapping[str, Any], ...]:
     found = [s for turn in ahead for s in (turn.before, turn.around) if s]
     plain = dict(spec.params)
     return tuple(
-        {**plain, "window": s.window, "shift": s.shift, "empty_rows": "zero"}
+        {
+            **plain,
+            "window": s.window,
+            "shift": s.shift,
+            "empty_rows": "zero",
+            FILL: None,
+        }
         for s in dict.fromkeys(found)
     )
 

@@ -197,6 +197,7 @@ def _block(
 def _params(params: Params, seen: Seen) -> dict[str, Any]:
     return {
         **params, "window": seen.window, "shift": seen.shift, "empty_rows": "zero",
+        "fill": None,
     }  # fmt: skip
 
 

@@ -116,10 +116,11 @@ def _pays_on_gpu(spec: Spec, platform: str, scores: int) -> Verdict:
 
 
 def _saves(spec: Spec) -> list[Any]:
-    """The log-sum-exp of each row, [b, n, t]."""
+    """The log-sum-exp of each row, [b, n, t], or two terms of it."""
     b, t, n, _ = spec.shape("q")
     types = (spec.dtype(name) for name in "qkv")
-    return [((b, n, t), jnp.promote_types(jnp.result_type(*types), jnp.float32))]
+    wide = jnp.promote_types(jnp.result_type(*types), jnp.float32)
+    return [((b, n, t), wide)] * (1 if spec.param("fill") is None else 2)
 
 
 SPACE = Space(Blocks, default, configs, symbolic=True)

@@ -60,9 +60,8 @@ def backward(
         **given: The other operands and parameters of `reference`, and `Blocks` as
             ``config``.
     """
-    saved = residuals[0] if residuals else None
-    p = problem_of(q, k, v, {**given, "out": out, "lse": saved,
-                           "cotangent": cotangent})  # fmt: skip
+    saved = dict(zip(("lse", "lse_rest"), residuals, strict=False))
+    p = problem_of(q, k, v, {**given, **saved, "out": out, "cotangent": cotangent})
     wide = p.wide
     grads = {x: p.full(p.arrays[x].shape, wide) for x in _floats(p)}
     grads |= {x: p.full(p.arrays[x].shape, p.arrays[x].dtype) for x in "qkv"}
@@ -334,6 +333,8 @@ def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:
     maximum is added. Such rows get both terms from another loop over the keys.
     """
     p, zero = block.p, jnp.zeros_like(lse)
+    if "lse_rest" in p.arrays and "bias" not in p.arrays and p.score is None:
+        return lse, block.lse("lse_rest")
     if "bias" not in p.arrays and p.score is None and p.fill is None:
         return lse, zero
 
@@ -345,6 +346,7 @@ def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:
             return running(tile.scores(queries)[0], *carry)[:2]
 
         top, total = block.over_keys(body, (top, total))
+        top = jnp.where(jnp.isnan(lse), lse, top)
         return top, jnp.where(total == 0, 0, jnp.log(total))  # NaN stays
 
     large = jnp.isfinite(lse) & (jnp.abs(lse) > 1000)

@@ -44,7 +44,7 @@ def forward(
         return tiled()
 
     def dense() -> Any:
-        out = reference(*arrays, **given)
+        out = reference(*arrays, **_as_written(given))
         if not residuals:
             return out
         _, saved = jax.eval_shape(tiled)
@@ -72,7 +72,7 @@ def backward(
         return tiled()
 
     def dense() -> dict[str, Array]:
-        rest = {"q": q, "k": k, "v": v, **given}
+        rest = {"q": q, "k": k, "v": v, **_as_written(given)}
         cotangent = rest.pop("cotangent")
         del rest["out"], rest["residuals"]
         floats = {name: rest.pop(name) for name in jax.eval_shape(tiled)}
@@ -81,6 +81,11 @@ def backward(
         return grads
 
     return lax.cond(_is_large(config, q, k), tiled, dense)
+
+
+def _as_written(given: dict[str, Any]) -> dict[str, Any]:
+    """What the reference is given: it always weighs hidden keys by their fill."""
+    return {name: x for name, x in given.items() if name != "reaches"}
 
 
 def _is_open(config: Blocks | None, q: Array, k: Array) -> bool:

@@ -31,9 +31,9 @@ def forward(
         k: [b, s, k, h].
         v: [b, s, k, e].
         residuals: Whether to return ``(result, (lse,))``, lse [b, n, t] in
-            float32 (float64 for float64 inputs), -inf for rows without keys. Weights
-            that are no softmax have their sums there, if the result is divided by
-            these, and else nothing.
+            float32 (float64 for float64 inputs), -inf for rows without keys. With a
+            fill it is two such arrays, whose sum that is. Weights that are no softmax
+            have their sums there, if the result is divided by these, and else nothing.
         **given: The other operands and parameters of `reference`, and `Blocks` as
             ``config``.
     """
@@ -48,23 +48,48 @@ def forward(
     def one_step(step: Step, carry: Any) -> Any:
         fill: Any = jnp.nan if p.empty_rows in NAN else 0
         fill = step.mean()[:, None] if p.empty_rows in AVERAGED else fill
+        if p.fill is not None:  # a row without scores is as written, then
+            fill = jnp.where(p.reaches, jnp.nan, fill)
 
         def one_block(block: Block, carry: Any) -> Any:
-            out, lse = carry
+            out, *saved = carry
             top, total, acc = _rows_forward(block, e)
             empty = (total == 0)[..., None]
             result = acc / jnp.where(empty, 1, total[..., None])
             out = block.store(out, jnp.where(empty, fill, result))
-            return out, block.store(lse, top + jnp.log(total), "bnt")
+            sums = zip(saved, _saved(p, top, total), strict=False)
+            return out, *(block.store(into, x, "bnt") for into, x in sums)
 
         return step.over_blocks(one_block, carry)
 
-    start = p.full((z.b, z.t, n, e), p.out_dtype), p.full((z.b, n, z.t), wide)
-    out, lse = over_steps(p, one_step, start)
+    rows = [
+        p.full((z.b, n, z.t), wide)
+        for _ in range(2 if p.fill_given and residuals else 1)
+    ]
+    out, *saved = over_steps(
+        p, one_step, (p.full((z.b, z.t, n, e), p.out_dtype), *rows)
+    )
     if p.empty_rows in AVERAGED and "dropout" in p.arrays:
-        fix = lambda: _dropped_mean(p, out, lse)
-        out = lax.cond(jnp.any(lse == -jnp.inf), fix, lambda: out)
-    return (out, (lse,)) if residuals else out
+        fix = lambda: _dropped_mean(p, out, saved[0])
+        out = lax.cond(jnp.any(saved[0] == -jnp.inf), fix, lambda: out)
+    return (out, tuple(saved)) if residuals else out
+
+
+def _saved(p: Problem, top: Array, total: Array) -> list[Array]:
+    """Returns the log-sum-exp of rows [c, r], or two terms if there is a fill.
+
+    One of -1e9 absorbs the digits of the second.
+    """
+    more = jnp.log(total)
+    if not p.fill_given:
+        return [top + more]
+    if p.fill is None:
+        return [top + more, jnp.zeros_like(more)]
+    lost = jnp.where(total == 0, jnp.nan, top)  # NaN as written, and not empty
+    return [
+        jnp.where(p.reaches, lost, top + more),
+        jnp.where(p.reaches, more, 0),
+    ]
 
 
 def _rows_forward(block: Block, e: int) -> tuple[Array, Array, Array]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.reach import added_reach, is_near, reached
 from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
 from rewriter.kernels.attention.stored_form import added_to
 from rewriter.kernels.attention.visibility import Visibility
@@ -32,7 +33,7 @@ AXES = {
     "kv_lengths": "b", "offset": "b", "prefix": "b", "alibi": "n", "sinks": "n",
     "scale_factor": "", **dict.fromkeys(ARRAYS, "bnts"), **dict.fromkeys(TABLES, "bnr"),
     "k_scale": "bskh", "k_zero": "bskh", "v_scale": "bske", "v_zero": "bske",
-    "out": "btne", "cotangent": "btne", "lse": "bnt",
+    "out": "btne", "cotangent": "btne", "lse": "bnt", "lse_rest": "bnt",
 }  # fmt: skip
 """Every array's axes. All but t and s of k, v, out and lse may have size 1."""
 
@@ -57,9 +58,15 @@ class Problem:
     widen_k: str | None = None
     widen_v: str | None = None
     fill: float | None = None
-    """The score of hidden keys, which are then weighed like others."""
+    """The score of hidden keys where `reaches` holds."""
     fill_passes: bool = False
     """Whether it is added to their scores, and a gradient passes to these."""
+    open_bias: bool = False
+    """Whether a bias may be as low as the fill."""
+    reaches: Array | None = None
+    """Whether hidden keys are weighed, bool []; given if there is a fill."""
+    fill_given: bool = False
+    """Whether there is a fill, though it may be known not to be reached."""
 
     @property
     def visibility(self) -> Visibility:
@@ -132,7 +139,7 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
         "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
         "empty_rows": "nan", "out_dtype": None, "score": None, "widen_k": None,
         "widen_v": None, "normalisation": SOFTMAX, "divisor": None, "fill": None,
-        "fill_passes": False,
+        "fill_passes": False, "open_bias": False, "reaches": None,
     }  # fmt: skip
     arrays = {"q": q, "k": k, "v": v}
     sizes = sizes_of(q, k, given.pop("config", None) or DEFAULT)
@@ -141,10 +148,21 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
             params[name] = value
         elif value is not None:
             arrays[name] = value
-    if params["fill"] is not None:  # a row without scores is as written, then
-        params["empty_rows"] = "nan"
     params["out_dtype"] = jnp.dtype(params["out_dtype"] or q.dtype)
     floats = [x.dtype for x in (q, k, v) if x.dtype.name not in FEW_BITS]
     wide = jnp.promote_types(jnp.result_type(*floats), jnp.float32)
     zero = zero_after(*arrays.values(), dtype=wide)
-    return Problem(arrays=arrays, sizes=sizes, zero=zero, wide=wide, **params)
+    params["fill_given"] = params["fill"] is not None
+    p = Problem(arrays=arrays, sizes=sizes, zero=zero, wide=wide, **params)
+    return p if p.fill is None or p.reaches is not None else _with_reach(p, p.fill)
+
+
+def _with_reach(p: Problem, fill: float) -> Problem:
+    """Returns the problem with whether scores reach its fill, or without the fill."""
+    if p.score is not None:  # it may give any number
+        near = is_near(fill)
+        reaches = jnp.asarray(True) if near else added_reach(p.arrays, fill)
+        return replace(p, reaches=reaches)
+    numbers = {"scale": p.scale, "shift": p.shift, "softcap": p.softcap}
+    reaches = reached({**p.arrays, **numbers, "k": p.cut("k", {})}, fill)
+    return replace(p, reaches=reaches, fill=None if reaches is None else fill)

@@ -102,7 +102,8 @@ def _saves(spec: Spec) -> list[Any]:
     """The log-sum-exp of each row, or its sum of weights if that divides."""
     saves = xla.KERNEL.traits.saves
     assert saves is not None
-    return [] if spec.param("normalisation") == NONE else saves(as_attention(spec))
+    count = {NONE: 0, SOFTMAX: 2}.get(spec.param("normalisation"), 1)
+    return saves(as_attention(spec))[:count]
 
 
 KERNEL = XLA.kernel(

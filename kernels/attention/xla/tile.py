@@ -228,10 +228,7 @@ class Tile:
         if "alibi" in p.arrays:
             x = x + step.per_head("alibi") * self.relative().astype(p.wide)
         hidden = self.seen()
-        if p.fill is not None:
-            x, hidden = self.filled(x), self.fresh()
-        for seen in hidden:
-            x = jnp.where(seen, x, -jnp.inf if p.normalisation == SOFTMAX else 0)
+        x = self.hide(x)
         plain = bent is None and not hidden and not {"bias", "alibi"} & p.arrays.keys()
         plain = plain and p.score is None
         if queries.dtype != p.wide and plain:
@@ -240,20 +237,26 @@ class Tile:
             x = lax.optimization_barrier(x)
         return x.reshape(flat), bent
 
-    def filled(self, x: Array) -> Array:
-        """Returns scores [b, k, g, t, s] with the fill where a mask hides a key."""
-        shown = self.shown()
-        if not shown:
-            return x
-        keep = functools.reduce(operator.and_, shown)
-        more = x if self.p.fill_passes else 0
-        return jnp.where(keep, x, more + self.p.fill)
+    def hide(self, x: Array) -> Array:
+        """Returns scores [b, k, g, t, s] with what hidden keys have in their place."""
+        p, shown = self.p, self.shown()
+        instead: Any = -jnp.inf if p.normalisation == SOFTMAX else 0
+        if p.fill is not None and shown:
+            fill = x + p.fill if p.fill_passes else jnp.asarray(p.fill, x.dtype)
+            instead = jnp.where(p.reaches, fill, instead)
+        for seen in shown:
+            x = jnp.where(seen, x, instead)
+        for fresh in self.fresh():
+            x = jnp.where(fresh, x, -jnp.inf if p.normalisation == SOFTMAX else 0)
+        return x
 
     def only_seen(self, x: Array) -> Array:
         """Returns x [c, r, s] with 0 for hidden keys, even instead of NaN."""
-        apart = self.by_head(x)
-        for seen in self.fresh() if self.p.fill_passes else self.seen():
-            apart = jnp.where(seen, apart, 0)
+        apart, passes = self.by_head(x), self.p.fill is not None and self.p.fill_passes
+        for seen in self.shown():
+            apart = jnp.where(seen | self.p.reaches if passes else seen, apart, 0)
+        for fresh in self.fresh():
+            apart = jnp.where(fresh, apart, 0)
         return apart.reshape(x.shape)
 
     def dropout(self) -> Array:

@@ -160,10 +160,10 @@ class Block:
             return q * jnp.asarray(self.p.factor(), self.p.wide)
         return q
 
-    def lse(self) -> Array:
-        """Returns the rows' log-sum-exp [c, r]."""
+    def lse(self, name: str = "lse") -> Array:
+        """Returns the rows' log-sum-exp [c, r], or a part of it."""
         z = self.p.sizes
-        lse = self.p.cut("lse", self.here)
+        lse = self.p.cut(name, self.here)
         return lse.reshape(z.some_b * z.some_heads, z.group * z.rows)
 
     def store(self, into: Array, rows: Array, axes: str = "btne") -> Array:
@@ -237,8 +237,15 @@ class Block:
     ) -> Any:
         """Runs ``carry = body(tile, carry)`` for each key block some row sees."""
         low, whole, high = self.bounds()
-        if every or self.p.fill is not None:
-            low, whole, high = 0, 0, -(-self.p.sizes.s // self.p.sizes.keys)
+        blocks = number(-(-self.p.sizes.s // self.p.sizes.keys))
+        if every:
+            low, whole, high = 0, 0, blocks
+        elif self.p.fill is not None:
+            alike, some = low is whole, self.p.reaches
+            low = low if isinstance(low, int) and low == 0 else jnp.where(some, 0, low)
+            whole = low if alike else whole
+            known = isinstance(high, int) and high == blocks
+            high = high if known else jnp.where(some, blocks, high)
 
         def run(start: Any, end: Any, edge: bool, carry: Any) -> Any:
             return loop(start, end, lambda j, c: body(Tile(self, j, edge), c), carry)

@@ -72,7 +72,7 @@ def check(kernel: Kernel, dtype: str, fill: float, added: bool, lost: bool) -> N
     up, wide = named.pop("up"), {n: x.astype(np.float32) for n, x in named.items()}
     want, pull = jax.vjp(as_written(fill, added), *wide.values())
     given = {"scale": 0.25, "window": (None, 0), "shift": 2, "fill": fill}
-    given["fill_passes"] = added
+    given |= {"fill_passes": added, "open_bias": True}
     out, saved = kernel.forward(**named, **given, residuals=True)
     alone = kernel.forward(**named, **given)
     close = {"rtol": 0, "atol": 1e-4 if dtype == "float32" else 4e-2}
@@ -102,10 +102,66 @@ def test_in_every_kernel(name: str, way: str, lost: bool) -> None:
         check(BY_NAME[name], dtype, *WAYS[way], lost)
 
 
+def check_low_scores(kernel: Kernel, dtype: str, fill: float, added: bool) -> None:
+    """One row of one head scores less than the fill; products are exact."""
+    named = {n: np.round(2 * np.asarray(x, np.float32)) / 2
+             for n, x in operands("float32").items() if n != "bias"}  # fmt: skip
+    named["q"][0, 5, 1], named["k"] = 4 * fill, abs(named["k"])
+    up, named = named.pop("up"), {n: jnp.asarray(x, dtype) for n, x in named.items()}
+    zero, wide = jnp.zeros((1, 1, 1, 1)), [x.astype("float32") for x in named.values()]
+    want, pull = jax.vjp(lambda *x: as_written(fill, added)(*x, zero), *wide)
+    given = {"scale": 0.25, "window": (None, 0), "shift": 2, "fill": fill}
+    given["fill_passes"] = added
+    out, saved = kernel.forward(**named, **given, residuals=True)
+    close = {"rtol": 0, "atol": 1e-4 if dtype == "float32" else 4e-2}
+    for x in (out, kernel.forward(**named, **given)):
+        np.testing.assert_allclose(np.float32(x), want, **close)
+    assert kernel.backward is not None
+    grads = kernel.backward(
+        **named, **given, out=out, residuals=saved, cotangent=jnp.asarray(up, dtype)
+    )
+    for name, theirs in zip("qkv", pull(jnp.float32(up)), strict=True):
+        size = max(1.0, abs(theirs).max())
+        np.testing.assert_allclose(
+            np.float32(grads[name]) / size, theirs / size, **close
+        )
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["chosen", "added"])
+@pytest.mark.parametrize("fill", [-(2.0**12), -(2.0**40)])
+def test_low_scores_by_tiles(fill: float, added: bool) -> None:
+    check_low_scores(BY_NAME["memory_bounded"], "float32", fill, added)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("added", [False, True], ids=["chosen", "added"])
+@pytest.mark.parametrize("name", ["mosaic_tpu", "hopper"])
+def test_low_scores_beside_a_near_fill(name: str, added: bool) -> None:
+    dtype, where = WHERE[name]
+    with where():
+        check_low_scores(BY_NAME[name], dtype, -(2.0**12), added)
+
+
+def test_fills_that_are_near_are_looked_at() -> None:
+    given = operands("bfloat16")
+    near, far = (
+        spec_of(OP, {n: given[n] for n in "qkv"}, {"fill": fill, "window": (None, 0)})
+        for fill in (-1e4, -1e9)
+    )
+    assert "fill" in str(BY_NAME["cudnn"].supports(near))
+    assert "fill" not in str(BY_NAME["cudnn"].supports(far))
+    assumes = BY_NAME["hopper"].traits.assumes
+    assert assumes is not None
+    assert not assumes(near)
+    assert "above a mask's fill of -1e+09" in assumes(far)
+    assert BY_NAME["memory_bounded"].traits.assumes is None
+
+
 def test_others_refuse() -> None:
     given = operands("bfloat16")
     del given["up"]
-    spec = spec_of(OP, given, {"fill": -1e9, "empty_rows": "mean"})
+    params = {"fill": -1e9, "empty_rows": "mean", "open_bias": True}
+    spec = spec_of(OP, given, params)
     verdict = BY_NAME["cudnn"].supports(spec)
     assert "assume=('finite',)" in str(verdict)
     assert "cannot merge" in str(ring_supports(spec, 2))
