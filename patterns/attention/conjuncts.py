@@ -21,12 +21,13 @@ def conjuncts(alg: Algebra, b: int) -> list[int]:
             b = rest
     pairs = itertools.combinations(alg.bools[b][0], 2)
     for pair in list(pairs) if len(alg.bools[b][0]) > 2 else []:
-        mine = alg.project(b, pair)
-        others = [x for x in alg.bools[b][0] if x not in pair]
-        rest = alg.project(b, others)
-        if mine != TRUE and alg.both(mine, rest) == b:
-            out.append(mine)
-            b = rest
+        for own in (pair, pair[:1], pair[1:]):  # others may read one of the two as well
+            mine = alg.project(b, pair)
+            rest = alg.project(b, [x for x in alg.bools[b][0] if x not in own])
+            if mine != TRUE and alg.both(mine, rest) == b:
+                out.append(mine)
+                b = rest
+                break
     if b != TRUE:
         out.append(b)
     return out
