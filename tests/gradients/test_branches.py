@@ -75,6 +75,26 @@ def chosen(kept: Any) -> Any:
     return lambda x, w, local: x + attention(x, w, kept(local))
 
 
+def local_or_global(x: Any, w: Any, g: Any, p: Any) -> Any:
+    """Both branches begin with the same norm, and its products."""
+    return lax.cond(
+        p,
+        lambda: x + attention(rms(x, g), w, band()),
+        lambda: x + attention(rms(x, g), w, causal()),
+    )
+
+
+def norms_of(norm: Any) -> Any:
+    """The same norm in both branches, of which one needs no more than it."""
+
+    def f(x: Any, w: Any, g: Any, p: Any) -> Any:
+        return lax.cond(
+            p, lambda: x + jnp.tanh(norm(x, g) @ w[0]), lambda: x + jnp.sin(norm(x, g))
+        )
+
+    return jax.checkpoint(f)
+
+
 def layers_of(kept: Any, wrap: Any = jax.checkpoint) -> Any:
     """Layers one after the other, of which every second one is local."""
 
@@ -170,6 +190,32 @@ PROGRAMS = {
         )[0],
         (X, W, G),
         {"attention": 1, "rms_norm": 1},
+    ),
+    "equal values in both branches, in a checkpoint in a scan": (
+        lambda x, w, g: lax.scan(
+            lambda c, i: (jax.checkpoint(local_or_global)(c, w, g, i % 2 == 0), None),
+            x,
+            jnp.arange(2),
+        )[0],
+        (X, W, G),
+        {"attention": 2, "rms_norm": 2},
+    ),
+    "the same norm in both branches, in a checkpoint": (
+        norms_of(rms),
+        (X, W, G, YES),
+        {"rms_norm": 2},
+    ),
+    "the same layer norm in both branches": (
+        norms_of(centred),
+        (X, W, G, YES),
+        {"layer_norm": 2},
+    ),
+    "the same attention in both branches": (
+        lambda x, w, p: lax.cond(
+            p, lambda: x + attention(x, w), lambda: 2 * x + attention(x, w) / 2
+        ),
+        (X, W, YES),
+        {"attention": 2},
     ),
     "a cond in a cond": (
         lambda x, w, g, p: lax.cond(
