@@ -19,7 +19,7 @@ from rewriter.find.recomputable import is_allowed
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.bounds import bound_by_cases, comparison, least
 from rewriter.patterns.attention.by_cases import by_cases, chosen
-from rewriter.patterns.attention.conjuncts import conjuncts
+from rewriter.patterns.attention.conjuncts import conjuncts, with_flag
 from rewriter.patterns.attention.data_positions import Places, with_place
 from rewriter.patterns.attention.softmax import Softmax
 
@@ -119,14 +119,26 @@ def _sorted(alg: Algebra, axes: Axes, parts: list[int]) -> Conditions:
     """Sorts conjuncts; each goes to the first kind that reads it."""
     said = Conditions()
     for part in parts:
-        said = next(
-            more for kind in KINDS if (more := kind(alg, axes, said, part)) is not None
-        )
+        more = _read(alg, axes, said, part)
+        said = _general(alg, axes, said, part) if more is None else more
     if said.lengths and not said.left and len(said.firsts) == 1:
         return replace(said, left=said.firsts)
     for first in said.firsts:  # more than what a window and an offset say
         said = _general(alg, axes, said, first.part)
     return said
+
+
+def _read(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions | None:
+    """Reads a condition as one of the kinds, or as several that all are; else None."""
+    for kind in KINDS:
+        found = kind(alg, axes, said, part)
+        if found is not None:
+            return found
+    finer = with_flag(alg, part)
+    more: Conditions | None = said
+    for piece in finer if len(finer) > 1 else ():
+        more = None if more is None else _read(alg, axes, more, piece)
+    return more if len(finer) > 1 else None
 
 
 def _bound(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions | None:
@@ -271,7 +283,7 @@ def _general(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Condition
     return replace(said, general=alg.both(said.general, part))
 
 
-KINDS = (_bound, _segments, _bound_by_cases, _of_rows, _prefix, _places, _general)
+KINDS = (_bound, _segments, _bound_by_cases, _of_rows, _prefix, _places)
 """What a condition may be, in the order in which they are tried."""
 
 

@@ -261,3 +261,32 @@ def test_gradients_in_another_conds_branch_are_not_those_of_the_first() -> None:
         fast = rewriter.optimize(f, implementation=FORCED)
         for one, other in zip(fast(*args), jax.jit(f)(*args), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda f: f], ids=["again", "saved"])
+def test_what_a_branch_keeps_for_its_gradients_is_not_computed_for_others(wrap: Any):
+    """The weights of each branch are read by the same branch of the gradients alone."""
+    t = 1024
+
+    def attend(q: Any, k: Any, v: Any, kept: Any) -> Any:
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
+        shares = jax.nn.softmax(jnp.where(kept, scores, -1e30))
+        return jnp.einsum("bnts,bsnh->btnh", shares, v)
+
+    def turn(x: Any, local: Any) -> Any:
+        apart = jnp.arange(t)[:, None] - jnp.arange(t)
+        near = lambda: attend(x, x, x, (apart >= 0) & (apart < 64))
+        return x + lax.cond(local, near, lambda: attend(x, x, x, apart >= 0)), None
+
+    def loss(x: Any, local: Any) -> Any:
+        return (lax.scan(wrap(turn), x, local)[0] ** 2).mean()
+
+    shapes = jax.ShapeDtypeStruct((1, t, 4, 64), np.float32), np.array([True, False])
+    step = jax.grad(loss)
+    report = rewriter.explain(step, target="h200")(*shapes)
+    assert [s.replaced and s.backward for s in report.sites] == [True, True]
+    fast, plain = (
+        f.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        for f in (rewriter.optimize(step, implementation=FORCED), jax.jit(step))
+    )
+    assert fast < 0.5 * plain
