@@ -47,3 +47,20 @@ def chosen(alg: Algebra, cases: Iterable[tuple[int, Poly]], otherwise: Poly) -> 
         out = alg.add(out, alg.mul(form, alg.of_bool(case)))
         none = alg.both(none, alg.negate(case))
     return alg.add(out, alg.mul(otherwise, alg.of_bool(none)))
+
+
+def by_positions(alg: Algebra, axes: Axes, b: int) -> list[int]:
+    """Splits a condition into one for each comparison of positions, all with its flags.
+
+    Flags are the same for all positions, such as those of a layer. The condition alone,
+    if it is more than these together.
+    """
+    support, _ = alg.bools[b]
+    flags = [a for a in support if not alg.free(a) - set(axes.b)]
+    if not flags:
+        return [b]
+    found = [alg.project(b, [*flags, a]) for a in support if a not in flags]
+    whole = TRUE
+    for part in found:
+        whole = alg.both(whole, part)
+    return found if whole == b and TRUE not in found else [b]

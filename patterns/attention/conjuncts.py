@@ -30,17 +30,3 @@ def conjuncts(alg: Algebra, b: int) -> list[int]:
     if b != TRUE:
         out.append(b)
     return out
-
-
-def with_flag(alg: Algebra, b: int) -> list[int]:
-    """Splits a condition into two that share a literal, such as a layer's flag.
-
-    Each of them has one literal more. The condition alone, if there are none.
-    """
-    support, _ = alg.bools[b]
-    for pair in itertools.permutations(support, 2) if len(support) > 2 else ():
-        mine = alg.project(b, pair)
-        rest = alg.project(b, [x for x in support if x != pair[1]])
-        if TRUE not in (mine, rest) and alg.both(mine, rest) == b:
-            return [mine, rest]
-    return [b]

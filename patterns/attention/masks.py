@@ -18,8 +18,8 @@ from rewriter.find.reading import (
 from rewriter.find.recomputable import is_allowed
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.bounds import bound_by_cases, comparison, least
-from rewriter.patterns.attention.by_cases import by_cases, chosen
-from rewriter.patterns.attention.conjuncts import conjuncts, with_flag
+from rewriter.patterns.attention.by_cases import by_cases, by_positions, chosen
+from rewriter.patterns.attention.conjuncts import conjuncts
 from rewriter.patterns.attention.data_positions import Places, with_place
 from rewriter.patterns.attention.softmax import Softmax
 
@@ -134,7 +134,7 @@ def _read(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions |
         found = kind(alg, axes, said, part)
         if found is not None:
             return found
-    finer = with_flag(alg, part)
+    finer = by_positions(alg, axes, part)
     more: Conditions | None = said
     for piece in finer if len(finer) > 1 else ():
         more = None if more is None else _read(alg, axes, more, piece)

@@ -122,6 +122,15 @@ MASKS: dict[str, tuple[Callable[[Any], Any], np.ndarray, str]] = {
         LOCAL,
         SEGMENTED,
     ),
+    "three kinds of layers": (
+        lambda i: jnp.where(
+            i == 0,
+            causal(),
+            jnp.where(i == 1, local(), causal() & (rows() // 8 == keys() // 8)),
+        ),
+        NUMBERS,
+        f"{SEGMENTED} {PLACES}",
+    ),
     "flag of a sequence": (
         lambda f: jnp.where(FIRST & f, local(), causal()),
         LOCAL,
