@@ -18,6 +18,7 @@ from rewriter.find.reading import (
 from rewriter.find.recomputable import is_allowed
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.bounds import bound_by_cases, comparison, least
+from rewriter.patterns.attention.by_cases import by_cases, by_positions, chosen
 from rewriter.patterns.attention.conjuncts import conjuncts
 from rewriter.patterns.attention.data_positions import Places, with_place
 from rewriter.patterns.attention.softmax import Softmax
@@ -118,14 +119,26 @@ def _sorted(alg: Algebra, axes: Axes, parts: list[int]) -> Conditions:
     """Sorts conjuncts; each goes to the first kind that reads it."""
     said = Conditions()
     for part in parts:
-        said = next(
-            more for kind in KINDS if (more := kind(alg, axes, said, part)) is not None
-        )
+        more = _read(alg, axes, said, part)
+        said = _general(alg, axes, said, part) if more is None else more
     if said.lengths and not said.left and len(said.firsts) == 1:
         return replace(said, left=said.firsts)
     for first in said.firsts:  # more than what a window and an offset say
         said = _general(alg, axes, said, first.part)
     return said
+
+
+def _read(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions | None:
+    """Reads a condition as one of the kinds, or as several that all are; else None."""
+    for kind in KINDS:
+        found = kind(alg, axes, said, part)
+        if found is not None:
+            return found
+    finer = by_positions(alg, axes, part)
+    more: Conditions | None = said
+    for piece in finer if len(finer) > 1 else ():
+        more = None if more is None else _read(alg, axes, more, piece)
+    return more if len(finer) > 1 else None
 
 
 def _bound(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions | None:
@@ -154,10 +167,32 @@ def _bound(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions 
 def _segments(
     alg: Algebra, axes: Axes, said: Conditions, part: int
 ) -> Conditions | None:
-    """Reads an equality of a number of the query and one of the key."""
+    """Reads an equality of a number of the query and one of the key.
+
+    In cases without one, such as that of layers that see all keys, both are 0.
+    """
+    if said.segments is not None:
+        return None
+    cases = []
+    for equal, case in by_cases(alg, axes, part).items():
+        if equal != TRUE:
+            sides = _equal(alg, axes, equal)
+            if sides is None:
+                return None
+            cases.append((case, sides))
+    if not cases:
+        return None
+    of_queries, of_keys = (
+        chosen(alg, [(case, sides[i]) for case, sides in cases], {}) for i in (0, 1)
+    )
+    return replace(said, segments=(of_queries, of_keys))
+
+
+def _equal(alg: Algebra, axes: Axes, part: int) -> tuple[Poly, Poly] | None:
+    """(a number of the query, one of the key) that a condition says are equal."""
     support, table = alg.bools[part]
     d = alg.defs[support[0]] if len(support) == 1 else ("",)
-    if d[0] != "eq" or table != 0b10 or not d[2] or said.segments is not None:
+    if d[0] != "eq" or table != 0b10 or not d[2]:
         return None
     mine: Poly = {}
     theirs: Poly = {}
@@ -171,10 +206,10 @@ def _segments(
         return None
     if q_ids - set(axes.b) - set(axes.t) or k_ids - set(axes.b) - set(axes.s):
         return None
-    return replace(said, segments=(mine, theirs))
+    return mine, theirs
 
 
-def _by_cases(
+def _bound_by_cases(
     alg: Algebra, axes: Axes, said: Conditions, part: int
 ) -> Conditions | None:
     """Reads a bound that depends on conditions, such as a start moved inside."""
@@ -248,7 +283,7 @@ def _general(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Condition
     return replace(said, general=alg.both(said.general, part))
 
 
-KINDS = (_bound, _segments, _by_cases, _of_rows, _prefix, _places, _general)
+KINDS = (_bound, _segments, _bound_by_cases, _of_rows, _prefix, _places)
 """What a condition may be, in the order in which they are tried."""
 
 

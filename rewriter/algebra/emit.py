@@ -63,11 +63,8 @@ class Emitter:
         clamped to it, so that no sum with a position overflows.
         """
         order = [i for group in groups for i in group]
-        flags = {flag for flag, _ in p}
-        if near and len(flags) == 1 and flags != {TRUE}:  # zero where it does not hold
-            inner = {(TRUE, mono): c for (_, mono), c in p.items()}
-            x = self._integer(inner, order, near)
-            x = jnp.where(self._bool(flags.pop(), order), x, 0)
+        if near and len(cases := self.alg.cases(p)) > 1:
+            x = self._by_cases(cases, order, near)
             return self._grouped(x, groups, full, dtype)
         x = self._single(p, order)
         if x is not None and near:
@@ -294,6 +291,16 @@ class Emitter:
                 term = jnp.where(self._bool(flag, order), term, 0)
             total = total + term
         return total
+
+    def _by_cases(
+        self, cases: list[tuple[int, Poly]], order: list[int], near: int
+    ) -> jax.Array:
+        """A form over integers by cases, of which one holds; each computed alone."""
+        arrays = [self._integer(p, order, near) if p else 0 for _, p in cases]
+        x = arrays[0]
+        for (flag, _), other in zip(cases[1:], arrays[1:], strict=True):
+            x = jnp.where(self._bool(flag, order), other, x)
+        return jnp.asarray(x)
 
     def _moved(self, p: Poly, order: list[int], far: int) -> jax.Array | None:
         """A leaf plus or minus a number, clamped to `far`; None for other forms.

@@ -74,7 +74,7 @@ def _in_recomputation(
 ) -> tuple[tuple[Scope, int], int] | None:
     """The place of a forward that a checkpoint computes again, for its gradients."""
     anew = _made_anew(backward, regions, match, body)
-    return anew or _in_recomputed_loop(backward, regions, match, body)
+    return anew or _in_recomputed_body(backward, regions, match, body)
 
 
 def _before_gradients(
@@ -121,15 +121,15 @@ def _made_anew(
     return (scope, position), position
 
 
-def _in_recomputed_loop(
+def _in_recomputed_body(
     backward: Backward, regions: Regions, match: Match, body: Scope
 ) -> tuple[tuple[Scope, int], int] | None:
-    """The place in a loop of the same recomputation, which has all leaves.
+    """The place in a loop or a branch of the same recomputation, which has all leaves.
 
-    It stacks residuals for the loop of the gradients, which lacks a leaf such as the
-    position of a block of queries.
+    It passes residuals to the body of the gradients, which lacks a leaf such as the
+    position of a block of queries, or the scale of a norm.
     """
-    if body.kind != "scan" or body.parent is None:
+    if body.kind not in ("scan", "cond") or body.parent is None:
         return None
     for scope in _bodies_in(home_of(body.parent)[0]):
         defined = regions.place(scope).defined
@@ -145,12 +145,12 @@ def _in_recomputed_loop(
 
 
 def _bodies_in(home: Scope) -> Iterator[Scope]:
-    """The first body of each equation in a body, also of those in its calls."""
+    """The bodies in a body, also those in its calls; the first body of each loop."""
     for children in home.children.values():
         if children[0].kind == "call":
             yield from _bodies_in(children[0])
         else:
-            yield children[0]
+            yield from children if children[0].kind == "cond" else children[:1]
 
 
 ROOM = 2

@@ -7,7 +7,7 @@ anyway: the kernel would add to that time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rewriter import _jax
@@ -56,10 +56,11 @@ def _returned(graph: Graph) -> set[int]:
     """Values that bodies return, beyond those of calls that are looked through.
 
     What a loop stacks for its backward loop alone is not returned: that loop's
-    equations read it.
+    equations read it. So it is with what a branch returns for the same branch of its
+    gradients.
     """
     out: set[int] = set()
-    passed: list[tuple[int, int]] = []  # a value in a loop, and all of them stacked
+    passed: list[tuple[int, int, str]] = []  # a value in a body, and what it is outside
     scopes: list[Scope] = [graph.top]
     while scopes:
         scope = scopes.pop()
@@ -67,18 +68,54 @@ def _returned(graph: Graph) -> set[int]:
             scopes += children
         if scope.kind in ("call", "remat"):
             continue
-        stacked = graph.stacked.get(id(scope), (None,) * len(scope.jaxpr.outvars))
-        for var, whole in zip(scope.jaxpr.outvars, stacked, strict=True):
-            if _jax.is_literal(var):
-                continue
+        for value, whole in _results(graph, scope):
             if whole is None:
-                out.add(scope.env[var])
+                out.add(value)
             else:
-                passed.append((scope.env[var], whole))
-    for value, whole in passed:
-        if whole in out or not all(_step_by_step(n, whole) for n in graph.users(whole)):
-            out.add(value)
+                passed.append((value, whole, scope.kind))
+    more = True
+    while more:
+        more = False
+        for value, whole, kind in passed:
+            if value not in out and (
+                whole in out
+                or not all(
+                    _reads_alike(graph, kind, n, whole) for n in graph.users(whole)
+                )
+            ):
+                out.add(value)
+                more = True
     return out
+
+
+def _results(graph: Graph, scope: Scope) -> Iterator[tuple[int, int | None]]:
+    """Each value that a body returns, and what it is outside; None if it is itself."""
+    results = scope.jaxpr.outvars
+    if scope.kind == "cond" and scope.parent is not None:
+        outer = scope.parent.jaxpr.eqns[scope.call].outvars
+        wholes = [scope.parent.env.get(v, UNREAD) for v in outer]
+    else:
+        wholes = graph.stacked.get(id(scope), (None,) * len(results))
+    for var, whole in zip(results, wholes, strict=True):
+        if not _jax.is_literal(var) and whole != UNREAD:
+            yield scope.env[var], whole
+
+
+UNREAD = -1
+"""In place of a value that nobody reads."""
+
+
+def _reads_alike(graph: Graph, kind: str, node: Node, value: int) -> bool:
+    """Whether an equation reads a value in the bodies that it comes from.
+
+    It is a loop that reads it one step at a time, or a cond of the same choice.
+    """
+    if kind != "cond":
+        return _step_by_step(node, value)
+    made = graph.node_of(value)
+    if node.prim != "cond" or made is None or value == node.ins[0]:
+        return False
+    return graph.one_number(node.ins[0]) == graph.one_number(made.ins[0])
 
 
 def _step_by_step(node: Node, value: int) -> bool:

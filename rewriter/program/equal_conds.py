@@ -13,7 +13,7 @@ from typing import Any
 
 def of_equal_cond(
     numbers: dict[Any, tuple[int, ...]],
-    choice: int,
+    choice: Any,
     returned: Sequence[Sequence[int]],
     outs: Sequence[int],
 ) -> tuple[int, ...]:
@@ -21,7 +21,7 @@ def of_equal_cond(
 
     Args:
         numbers: By what they are, values of the graph; new ones are added.
-        choice: The value that chooses a branch.
+        choice: The value that chooses a branch, and the branches around the cond.
         returned: What each branch returns, as values of the graph.
         outs: The results. They are returned if there is no earlier such cond.
     """

@@ -119,14 +119,17 @@ def add_cond(
     choice, operands = graph.one_number(ins[0]), ins[1:]
     for k, body in enumerate(eqn.params["branches"]):
         args = [graph.in_branch.get((choice, k, v), v) for v in operands]
-        graph.child(scope, position, body, args, kind="cond", open_out=False)
+        graph.child(
+            scope, position, body, args, kind="cond", open_out=False,
+            arms=(*scope.arms, (choice, k)),
+        )  # fmt: skip
     outs = graph.opaque(scope, position, eqn, ins)
     returned = [
         [graph.read(child, var) for var in child.jaxpr.outvars]
         for child in scope.children[position]
     ]
     if outs and not eqn.effects:
-        same = of_equal_cond(graph.numbers, choice, returned, outs)
+        same = of_equal_cond(graph.numbers, (scope.arms, choice), returned, outs)
         graph.producer[outs[-1]][0].outs = outs = same
     for k, values in enumerate(returned):
         for value, arm in zip(outs, values, strict=True):

@@ -51,6 +51,8 @@ class Scope:
             1 for a while loop, whose count is unknown).
         open_out: Whether a region may cross from the results to equations outside.
         rules: The calls with derivative rules that it is inlined from, by name.
+        arms: The branches of conds that it is in, outermost first: what chooses, and
+            which branch.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class Scope:
     length: int = 1
     open_out: bool = True
     rules: tuple[str, ...] = ()
+    arms: tuple[tuple[int, int], ...] = ()
     env: dict[Any, int] = field(default_factory=dict)
     first_var: dict[int, tuple[int, Any]] = field(default_factory=dict)
     children: dict[int, list[Scope]] = field(default_factory=dict)
@@ -105,7 +108,8 @@ class Values(ABC):
         per_device: By array and sharding, its part on a device.
         in_branch: By choice, branch and value, what the value is in that branch.
         stacked: By the id of a loop's body, the arrays that its results are stacked to.
-        numbers: By an equation's signature and operands, its results.
+        numbers: By an equation's signature and operands, its results; in a branch of a
+            cond, by the branch as well.
         signatures: The signatures of equations.
         loops: The loops, to find those that compute the same.
         step_reads: What loops read of arrays step by step.
@@ -189,6 +193,7 @@ class Values(ABC):
     ) -> list[int]:
         """Adds a body that an equation holds, and returns its results."""
         siblings = scope.children.setdefault(position, [])
+        kw.setdefault("arms", scope.arms)
         child = Scope(
             parent=scope, call=position, branch=len(siblings), jaxpr=body, **kw
         )
@@ -212,6 +217,8 @@ class Values(ABC):
         """Adds an equation, unless an equal one is there, and returns its results."""
         key = (signature, *ins)
         found = self.numbers.get(key)
+        if found is None and scope.arms:
+            found = self._in_arms(scope, key)
         if found is not None:
             first = self.producer[found[0]][0]
             first.copies = (*first.copies, (scope, position, eqn))
@@ -220,12 +227,21 @@ class Values(ABC):
         start = len(avals)
         for var in eqn.outvars:
             avals.append(var.aval)
-        outs = self.numbers[key] = tuple(range(start, len(avals)))
+        outs = tuple(range(start, len(avals)))
+        self.numbers[(scope.arms[-1], key) if scope.arms else key] = outs
         self._record(
             Node(name or eqn.primitive.name, eqn.params, key[1:], outs, eqn, scope,
                  position, signature)
         )  # fmt: skip
         return outs
+
+    def _in_arms(self, scope: Scope, key: Any) -> tuple[int, ...] | None:
+        """The results of an equal equation in the branches around; None without one.
+
+        Another branch does not run if this one does, so its values are not here.
+        """
+        found = (self.numbers.get((arm, key)) for arm in scope.arms)
+        return next((outs for outs in found if outs is not None), None)
 
     def _record(self, node: Node) -> None:
         self.nodes.append(node)

@@ -32,6 +32,12 @@ PREPARE = (
     Pass("sieve", steps.keep_possible_patterns),
     Pass("equal_constants", steps.merge_equal_constants, lambda p: bool(p.patterns)),
     Pass(
+        "masks_in_branches",
+        steps.select_masks_of_branches,
+        lambda p: bool(p.patterns) and "cond" in p.primitives,
+        optional=True,
+    ),
+    Pass(
         "masks_in_loops",
         steps.compute_masks_in_loops,
         lambda p: bool(p.patterns) and "scan" in p.primitives,

@@ -39,6 +39,7 @@ from rewriter.program.prepare import (
     whole_products,
 )
 from rewriter.program.prepare.joined_losses import join
+from rewriter.program.prepare.masks_in_branches import select_masks
 from rewriter.program.prepare.platform_branches import take_branches
 from rewriter.rewrite import replace as splicing
 from rewriter.rewrite.beside_sites import BodyPass
@@ -66,6 +67,11 @@ Item = TypeVar("Item")
 def take_platform_branches(program: Program) -> Program:
     """Takes the only branch that a target can run, where branches are by platform."""
     return replace(program, closed_jaxpr=take_branches(program.closed_jaxpr))
+
+
+def select_masks_of_branches(program: Program) -> Program:
+    """Computes masks in front of what reads them, not in branches that return them."""
+    return replace(program, closed_jaxpr=select_masks(program.closed_jaxpr))
 
 
 def keep_possible_patterns(program: Program) -> Program:

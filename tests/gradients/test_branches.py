@@ -75,6 +75,26 @@ def chosen(kept: Any) -> Any:
     return lambda x, w, local: x + attention(x, w, kept(local))
 
 
+def local_or_global(x: Any, w: Any, g: Any, p: Any) -> Any:
+    """Both branches begin with the same norm, and its products."""
+    return lax.cond(
+        p,
+        lambda: x + attention(rms(x, g), w, band()),
+        lambda: x + attention(rms(x, g), w, causal()),
+    )
+
+
+def norms_of(norm: Any) -> Any:
+    """The same norm in both branches, of which one needs no more than it."""
+
+    def f(x: Any, w: Any, g: Any, p: Any) -> Any:
+        return lax.cond(
+            p, lambda: x + jnp.tanh(norm(x, g) @ w[0]), lambda: x + jnp.sin(norm(x, g))
+        )
+
+    return jax.checkpoint(f)
+
+
 def layers_of(kept: Any, wrap: Any = jax.checkpoint) -> Any:
     """Layers one after the other, of which every second one is local."""
 
@@ -171,6 +191,32 @@ PROGRAMS = {
         (X, W, G),
         {"attention": 1, "rms_norm": 1},
     ),
+    "equal values in both branches, in a checkpoint in a scan": (
+        lambda x, w, g: lax.scan(
+            lambda c, i: (jax.checkpoint(local_or_global)(c, w, g, i % 2 == 0), None),
+            x,
+            jnp.arange(2),
+        )[0],
+        (X, W, G),
+        {"attention": 2, "rms_norm": 2},
+    ),
+    "the same norm in both branches, in a checkpoint": (
+        norms_of(rms),
+        (X, W, G, YES),
+        {"rms_norm": 2},
+    ),
+    "the same layer norm in both branches": (
+        norms_of(centred),
+        (X, W, G, YES),
+        {"layer_norm": 2},
+    ),
+    "the same attention in both branches": (
+        lambda x, w, p: lax.cond(
+            p, lambda: x + attention(x, w), lambda: 2 * x + attention(x, w) / 2
+        ),
+        (X, W, YES),
+        {"attention": 2},
+    ),
     "a cond in a cond": (
         lambda x, w, g, p: lax.cond(
             p, lambda x: lax.cond(x.sum() > -1e9, block, same, x, w, g), same, x
@@ -215,3 +261,32 @@ def test_gradients_in_another_conds_branch_are_not_those_of_the_first() -> None:
         fast = rewriter.optimize(f, implementation=FORCED)
         for one, other in zip(fast(*args), jax.jit(f)(*args), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda f: f], ids=["again", "saved"])
+def test_what_a_branch_keeps_for_its_gradients_is_not_computed_for_others(wrap: Any):
+    """The weights of each branch are read by the same branch of the gradients alone."""
+    t = 1024
+
+    def attend(q: Any, k: Any, v: Any, kept: Any) -> Any:
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
+        shares = jax.nn.softmax(jnp.where(kept, scores, -1e30))
+        return jnp.einsum("bnts,bsnh->btnh", shares, v)
+
+    def turn(x: Any, local: Any) -> Any:
+        apart = jnp.arange(t)[:, None] - jnp.arange(t)
+        near = lambda: attend(x, x, x, (apart >= 0) & (apart < 64))
+        return x + lax.cond(local, near, lambda: attend(x, x, x, apart >= 0)), None
+
+    def loss(x: Any, local: Any) -> Any:
+        return (lax.scan(wrap(turn), x, local)[0] ** 2).mean()
+
+    shapes = jax.ShapeDtypeStruct((1, t, 4, 64), np.float32), np.array([True, False])
+    step = jax.grad(loss)
+    report = rewriter.explain(step, target="h200")(*shapes)
+    assert [s.replaced and s.backward for s in report.sites] == [True, True]
+    fast, plain = (
+        f.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        for f in (rewriter.optimize(step, implementation=FORCED), jax.jit(step))
+    )
+    assert fast < 0.5 * plain

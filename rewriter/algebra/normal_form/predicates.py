@@ -148,9 +148,13 @@ class Predicates:
                 if value >= 0 if kind == "ge" else value == 0:
                     out = self.either(out, flag)
             return self.either(out, self.negate(covered))
-        flags = {flag for flag, _ in p if flag != TRUE}
-        if 0 < len(flags) <= 3:  # by cases, where a factor of the form is a predicate
-            return self._by_flags(kind, p, integral, flags)
+        if len(cases := self.cases(p)) > 1:  # a factor of the form is a predicate
+            out = FALSE
+            for case, here in cases:
+                out = self.either(
+                    out, self.both(case, self.compare(kind, here, integral))
+                )
+            return out
         if integral or all(self.kind(a) == "iota" for _, m in p for a, _ in m):
             lo, hi = self.bounds(p)
             if kind == "ge" and lo >= 0:
@@ -174,19 +178,27 @@ class Predicates:
             self.atom("eq", self.freeze(self.scale(p, 1.0 / lead)), integral)
         )
 
-    def _by_flags(self, kind: str, p: Poly, integral: bool, flags: set[int]) -> int:
-        out = FALSE
+    def cases(self, p: Poly) -> list[tuple[int, Poly]]:
+        """What a form is by cases, of which one holds: each with the form there.
+
+        A form with more than three predicates is a single case, and so is one with
+        none.
+        """
+        flags = {flag for flag, _ in p if flag != TRUE}
+        if not 0 < len(flags) <= 3:
+            return [(TRUE, p)]
         cells = [TRUE]
         for flag in flags:
             halves = ((c, b) for c in cells for b in (flag, self.negate(flag)))
             cells = [x for c, b in halves if (x := self.both(c, b)) != FALSE]
+        found = []
         for cell in cells:
             here: Poly = {}
             for (flag, mono), c in p.items():
                 if self.implies(cell, flag):
                     self._accumulate(here, TRUE, mono, c)
-            out = self.either(out, self.both(cell, self.compare(kind, here, integral)))
-        return out
+            found.append((cell, here))
+        return found
 
     def _ramps(self, p: Poly, integral: bool) -> int | None:
         """[r - max(b, 0) >= 0] as two bounds, r and r - b; [r + max(b, 0) >= 0] as one.
