@@ -298,9 +298,9 @@ STAGES = (
 ``passes`` shows the time of every pass."""
 
 PASSES_TO_DISABLE = (
-    "masks_in_loops", "slices_before_loops", "masks_in_shards", "joined_losses",
-    "differences_of_softmaxes", "sums_of_cotangents", "whole_products", "fold",
-    "gradients",
+    "masks_in_branches", "masks_in_loops", "slices_before_loops", "masks_in_shards",
+    "joined_losses", "differences_of_softmaxes", "sums_of_cotangents",
+    "whole_products", "fold", "gradients",
     "checkpoint_savings", "quantized_rows", "residual_adds", "gradients_with_results",
     "memory_order", "recompute", "recompute_activations", "activations",
     "erfc_in_16_bits", "packed_operands", "aligned_products",

@@ -80,14 +80,15 @@ def _weighing(
     told = rows.notes & CHANGED or FINITE in softmax.find.assumed
     if not fills or softmax.seen_keys == TRUE or told:
         return {}
-    hidden, near = _hidden_scores(softmax, rows), max(fills) > NEAR
+    read, near = hidden_scores(softmax), max(fills) > NEAR
+    hidden = _if_alike(read, rows)
     found: dict[str, Any] = {}
     if may_be_infinite:
         found = _weighing_for_biases(softmax, operands, rows)
     elif hidden is not None and (near or softmax.function is None):
         found = {"fill": hidden.fill, "fill_passes": hidden.added}
     known = hidden is not None and found.get("fill") in (hidden.fill, None)
-    if near and not (known and found) and not _vanish(softmax, hidden):
+    if near and not (known and found) and not _vanish(softmax, read):
         raise Refused(
             "rows",
             f"scores may be as low as a mask's fill of {max(fills):g}, and what hidden "
@@ -96,15 +97,14 @@ def _weighing(
             suggestion="hide keys in one way, by one jnp.where, or by a lower number; "
             f"if scores are above it, assume=({FINITE!r},)",
         )
-    if not found and not _vanish(softmax, hidden):
+    if not found and not _vanish(softmax, read):
         text = f"scores assumed to be above a mask's fill of {max(fills):.4g}"
         return {"notes": rows.notes | {text}}
     return found
 
 
-def _hidden_scores(softmax: Softmax, rows: Rows) -> HiddenScores | None:
+def _if_alike(hidden: HiddenScores | None, rows: Rows) -> HiddenScores | None:
     """What hidden keys score, if rows without keys fit that."""
-    hidden = hidden_scores(softmax)
     if hidden is None or rows.give is None:
         return hidden
     alike = {"mean": not hidden.added, "mean_passing": hidden.added}

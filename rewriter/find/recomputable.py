@@ -44,6 +44,7 @@ AROUND = {
 PREPARED = {
     "differences_of_softmaxes": "``(a - l b) v`` as ``a v - l (b v)``: rounding",
     "joined_losses": "sums of rows that are added, as the sum of added rows: rounding",
+    "masks_in_branches": "the booleans of each branch, of which one is selected: exact",
     "masks_in_loops": "the program's equations, in the loop that reads them",
     "masks_in_shards": "the program's equations, on the device that reads them",
     "pairs_of_loops": "the program's equations, in the later of two loops",

@@ -332,11 +332,10 @@ def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:
     A bias or a fill of -1e9 on a whole row absorbs the digits of log(sum) when the
     maximum is added. Such rows get both terms from another loop over the keys.
     """
-    p, zero = block.p, jnp.zeros_like(lse)
-    if "lse_rest" in p.arrays and "bias" not in p.arrays and p.score is None:
-        return lse, block.lse("lse_rest")
-    if "bias" not in p.arrays and p.score is None and p.fill is None:
-        return lse, zero
+    p, both = block.p, "lse_rest" in block.p.arrays
+    rest = block.lse("lse_rest") if both else jnp.zeros_like(lse)
+    if "bias" not in p.arrays and p.score is None and (both or p.fill is None):
+        return lse, rest
 
     def again() -> tuple[Array, Array]:
         queries = block.queries()
@@ -350,7 +349,7 @@ def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:
         return top, jnp.where(total == 0, 0, jnp.log(total))  # NaN stays
 
     large = jnp.isfinite(lse) & (jnp.abs(lse) > 1000)
-    return lax.cond(jnp.any(large), again, lambda: (lse, zero))
+    return lax.cond(jnp.any(large), again, lambda: (lse, rest))
 
 
 def _add_heads(step: Step, into: Array, x: Array) -> Array:

@@ -224,3 +224,24 @@ def test_the_user_may_say_that_scores_are_above() -> None:
     f = attention(mask, FILLS["added"], -1e4)
     assert "fill" not in check(f, x, "small", assume=("finite",)).params
     assert check(ALIKE["weights chosen again"], x, "small", assume=("finite",)).replaced
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("number", [-1e4, -1e9, -1e30])
+def test_a_few_numbers_of_a_bias_as_low_as_the_fill(fill: str, number: float) -> None:
+    """Each row sees usual scores too: its gradients are divided by their own sum."""
+    bias = RANDOM.normal(size=(B, N, T, T)).astype("f4")
+    low = (RANDOM.random(bias.shape) < 0.2) & (I != J)
+    bias[low] = number / 2
+
+    def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 4 + bias
+        scores = FILLS[fill](scores, I >= J, number)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+    fast = rewriter.optimize(attend, implementation=FORCED)
+    given = Q, K, V, bias
+    for way in (lambda f: f, lambda f: jax.grad(total(f), (0, 1, 2, 3))):
+        wanted = jax.tree.leaves(jax.jit(way(attend))(*given))
+        for a, b in zip(jax.tree.leaves(way(fast)(*given)), wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)

@@ -515,7 +515,7 @@ def test_what_reads_logits_twice_is_kept(name: str) -> None:
     )
     kept = [s for s in report.sites if "cross" in s.op]
     assert [s.kernel for s in kept] == ["xla"]
-    assert "read elsewhere" in str(report)
+    assert "computed twice" in str(report)
 
 
 @pytest.mark.once
