@@ -45,6 +45,12 @@ STABLE = STABLE_ROWS | {
     r"\(jnp\.exp\(\1\) \+ jnp\.exp\(-\1\)\)": r"jnp.tanh(\1)",
     r"jnp\.log\(1\.0 \+ jnp\.exp\((\w+)\)\)": r"jnp.logaddexp(\1, 0.0)",
     r"jnp\.log1p\(jnp\.exp\((\w+)\)\)": r"jnp.logaddexp(\1, 0.0)",
+    r"jnp\.where\((\w+) > 0\.0, \1, jnp\.exp\(\1\) - 1\.0\)": (
+        r"jnp.where(\1 > 0.0, \1, jnp.exp(jnp.where(\1 > 0.0, 0.0, \1)) - 1.0)"
+    ),
+    r"jnp\.where\((\w+) > 0\.0, \1, jnp\.expm1\(\1\)\)": (
+        r"jnp.where(\1 > 0.0, \1, jnp.expm1(jnp.where(\1 > 0.0, 0.0, \1)))"
+    ),
 }
 """How programs write what overflows, and the same that does not."""
 TOP = {

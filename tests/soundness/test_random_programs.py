@@ -156,6 +156,7 @@ ONLY_THERE = {
     ("unit", 642184, GRAD_OF_REWRITTEN): "NaN in the derivative of a sigmoid",
     ("unit", 660112, GRAD_OF_REWRITTEN): "the same",
     ("unit", 910096, GRAD_OF_REWRITTEN): "the same",
+    ("unit", 722158, GRAD_OF_REWRITTEN): "NaN in that of a branch that is not taken",
     ("unit", 713725, GRAD_OF_REWRITTEN): "NaN times a derivative of 0",
     ("norm", 660693, GRAD_OF_REWRITTEN): "variances that are rounding alone",
 }
