@@ -102,16 +102,6 @@ CHOSEN = {
     rf"(\w+) - {HIDDEN}1e9(?![\w.])": r"jnp.where(\2, \1, -1e9)",
 }
 """How programs add fills, and the same that chooses them: no hidden score counts."""
-FLOORED = {
-    rf"jnp\.where\((~?\(?\w+\)?), (\w+), ({FILL})\)": (
-        r"jnp.where(\1, jnp.maximum(\2, \3), \3)"
-    ),
-    rf"jnp\.where\((~\(\w+\)), ({FILL}), (\w+)\)": (
-        r"jnp.where(\1, \2, jnp.maximum(\3, \2))"
-    ),
-}
-"""How programs choose fills, and the same of scores that are no lower. A row of which
-each score is hidden or -inf weighs all keys alike, as one without keys does."""
 CHOSEN_ZEROS = {
     rf"jnp\.clip\((\w+), {NUMBER}, {NUMBER}\)": (
         r"jnp.where(\1 < \2, \2, jnp.where(\1 > \3, \3, \1))"
@@ -253,11 +243,6 @@ def bottomless(program: Program) -> Program:
 def chosen(program: Program) -> Program:
     """Returns the program with fills that are chosen, where it adds them."""
     return _written(program, CHOSEN)
-
-
-def floored(program: Program) -> Program:
-    """Returns the program with scores that are no lower than a fill that it chooses."""
-    return _written(program, FLOORED)
 
 
 def of_chosen_zeros(program: Program) -> Program:

@@ -130,10 +130,6 @@ def in_range(
             close |= abs(b - exact) <= rounding_of(eps) * floor
         loose &= not strict
         found |= np.isfinite(exact) & np.where(np.isfinite(a), close, loose)
-    floored = others.floored[which]
-    with np.errstate(invalid="ignore"):
-        alike = abs(b - floored) <= near * abs(floored) + max(1e-5, eps)
-    found |= others.unseen[which] & alike
     zeros = others.of_chosen_zeros[which]
     with np.errstate(invalid="ignore"):
         chosen = abs(b - zeros) <= near * abs(zeros) + max(1e-5, eps) * scale(

@@ -69,7 +69,6 @@ class Variants:
         shifted: With exponentials without their maximum made smaller.
         lowered: The same where only an overflow changes the weights.
         wide: With every number of a norm in float64.
-        floored: With scores that are no lower than a fill that is chosen beside them.
         of_chosen_zeros: With derivatives of limits that are chosen.
     """
 
@@ -85,7 +84,6 @@ class Variants:
     shifted: list[np.ndarray]
     lowered: list[np.ndarray]
     wide: list[np.ndarray]
-    floored: list[np.ndarray]
     of_chosen_zeros: list[np.ndarray]
 
 
@@ -133,10 +131,10 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
     if any(map(np.any, unseen)):
         usual = _exact(of(bottomless), program, _usual(program, values))
         unseen = [x & ~np.isnan(y) for x, y in zip(unseen, usual, strict=True)]
-    beside, shifted, lowered, floored, zeros = (
+    beside, shifted, lowered, zeros = (
         as_is(made(program))
         for made in (
-            allowed.hiding, allowed.shifted, allowed.lowered, allowed.floored,
+            allowed.hiding, allowed.shifted, allowed.lowered,
             allowed.of_chosen_zeros,
         )
     )  # fmt: skip
@@ -146,7 +144,7 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
     unrounded = as_is(whole)
     return Variants(
         eager, exact, right, unseen, nudged, perturbed, [], unrounded, beside, shifted,
-        lowered, exactly(allowed.wide(program)), floored, zeros,
+        lowered, exactly(allowed.wide(program)), zeros,
     )  # fmt: skip
 
 
