@@ -36,6 +36,7 @@ from rewriter.gradients.other_layouts import OtherLayouts
 from rewriter.gradients.proof import proved_gradients
 from rewriter.gradients.proved_before import ProvedGradients, known, reapplied
 from rewriter.gradients.reference import traced_gradients
+from rewriter.gradients.steps import STEPS, are_steps
 from rewriter.ops.slopes import SLOPES
 from rewriter.program.graph import Graph, Scope
 from rewriter.support.verdict import Reason
@@ -109,6 +110,9 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
             match, backward = _at_its_cotangent(graph, match, memory, layouts, cut)
             if backward is not None and not results.isdisjoint(backward.results):
                 backward = _elsewhere(graph, match, memory, backward, results)
+            some = backward and not _has_all(graph, match, backward)
+            if some and are_steps(graph, match, backward):
+                memory.unproved[id(match.reading)], backward = STEPS, None
             if backward and (why := _more_exact(graph, match, backward)):
                 memory.unproved[id(match.reading)], backward = why, None
         except InconclusiveDimensionOperation as error:
