@@ -796,6 +796,7 @@ TABLES = {
     "other_models": other_models,
     "torch_models": torch_tables.models,
     "torch_on_gpu": torch_tables.on_gpu,
+    "flex": torch_tables.flex,
     "keras_models": keras_models,
     "public_bert": public_bert,
     "packed_decoder": packed_decoder,

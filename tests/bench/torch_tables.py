@@ -1,4 +1,4 @@
-"""Tables of PyTorch modules: what is found in them, and their times on a GPU."""
+"""Tables beside PyTorch: modules, their times on a GPU, and FlexAttention."""
 
 from __future__ import annotations
 
@@ -43,3 +43,26 @@ def on_gpu() -> str:
     head = ("pass", "torchax alone", "rewritten", "torch.compile")
     more = f" {data['note']}" if "note" in data else ""
     return f"{table(head, rows)}\n\nReproduce with {note}.{more}"
+
+
+def flex() -> str:
+    """One row per function of scores and width: FlexAttention, and what is chosen."""
+    data = json.loads(record.named("scored_flex_h200").read_text())
+    times: dict[str, dict[tuple[str, str], float]] = {}
+    for row in data["rows"]:
+        name = row["row"].replace(" (menu)", "").replace(", 8x4096x16x", ", ")
+        of = times.setdefault(name, {})
+        of |= {(by, row["pass"]): us / 1e3 for by, us in row["us"].items()}
+    ways = [(by, way) for way in ("forward", "both") for by in ("flex", "chosen")]
+    rows = []
+    for name, of in sorted(times.items()):
+        cells = (f"{of[w]:.3g}" if w in of else "fails" for w in ways)
+        gains = (
+            f"{of['flex', p] / of['chosen', p]:.2g}×" if ("flex", p) in of else ""
+            for p in ("forward", "both")
+        )
+        rows.append((name, *cells, *gains))
+    head = ("function, width", "FlexAttention", "ours", "FlexAttention, both",
+            "ours, both", "gain", "gain, both")  # fmt: skip
+    note = f"`{data['command']}` ({data['device']}, jax {data['jax']}). {data['note']}"
+    return f"{table(head, rows)}\n\nReproduce with {note}"
